@@ -1,0 +1,144 @@
+"""Messages between the engine process and its clients, beside the request itself (`hybridserve/request.py`).
+
+Owns the wire types and their codec (msgspec msgpack with a schema; nothing else is ever decoded). Must not know HTTP or tensors.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+from hybridserve.request import EngineRequest, RequestOutput
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop these requests and free what they hold. Unknown ids are ignored: they have just ended."""
+
+    request_ids: list[str]
+
+
+class AskStats(msgspec.Struct, frozen=True, tag="stats"):
+    """Ask for an `EngineStats`; answered at the next step, or at once when idle."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """End the engine process once what runs has finished (`drain`), or at once."""
+
+    drain: bool
+
+
+class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One cache group of the plan."""
+
+    kind: str  # "paged" or "state"
+    layers: list[int]
+    page_nbytes: int  # after rounding
+    natural_nbytes: int
+    pages_per_superpage: int
+    window: int | None = None
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
+    """What the engine is once loaded; constant from then on. First message that the engine sends."""
+
+    architecture: str
+    layer_plan: str  # "0-2,4-6: gated_delta  3,7: attention"
+    dtype: str
+    device: str
+    backends: dict[str, str]  # operation -> "native: reason"
+    num_parameters: int
+    weights_nbytes: int
+    load_s: float
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    match_unit: int
+    superpage_nbytes: int
+    num_superpages: int
+    padding_percent: float
+    kv_nbytes_per_token: int
+    state_nbytes_per_sequence: int
+    groups: list[GroupInfo]
+    users_at: dict[str, int]  # context length -> sequences of it that fit at once
+    features_off: dict[str, str]  # feature -> reason code
+    max_num_queued_reqs: int
+
+
+class EngineStats(msgspec.Struct, kw_only=True, tag="engine_stats"):
+    """A sample of the engine's gauges and counters (counters since start)."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    blocks_total: int = 0
+    slots_used: int = 0
+    slots_cached: int = 0
+    slots_total: int = 0
+    superpages_free: int = 0
+    superpages_total: int = 0
+    tokens_lost: dict[str, int] = {}  # prompt tokens computed again, by reason code
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """What one step produced, for all its requests."""
+
+    outputs: list[RequestOutput]
+
+
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """The engine could not start, or stops; `error` is the class name of a `HybridServeError`, or the exception's own."""
+
+    error: str
+    message: str
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """Progress of loading, from 0 to 1, for a bar."""
+
+    stage: str
+    fraction: float
+
+
+ToEngine: TypeAlias = EngineRequest | Abort | AskStats | Shutdown
+FromEngine: TypeAlias = EngineInfo | Outputs | EngineStats | Fatal | Loading
+
+encoder = msgspec.msgpack.Encoder()
+to_engine = msgspec.msgpack.Decoder(ToEngine)
+from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+class EngineClient(Protocol):
+    """The other side of the process border, as the server sees it. One event loop owns it."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds for which the engine has had work and made no progress; 0 when idle."""
+        ...
+
+    def submit(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+        """Send a request and yield its outputs, the last one with a finish_reason.
+
+        Closing the iterator early (a client that disconnects) aborts the request. Raises OverloadedError when the queue is full
+        or the engine drains, EngineDeadError when the process has stopped, also in mid-stream.
+        """
+        ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def close(self, drain_s: float) -> None:
+        """Refuse new requests, let running ones finish for at most `drain_s`, then stop the process."""
+        ...
