@@ -121,6 +121,7 @@ class Stage:
     num_repeats: int = 0
     kinds: tuple[str, ...] = ("code", "password")
     num_fact_templates: int = len(FACT_TEMPLATES)
+    num_names: int = len(NAMES)
 
 
 FINAL_STAGE = Stage(max_facts=MAX_FACTS, max_fillers=24, kinds=tuple(VALUE_KINDS))
@@ -134,9 +135,11 @@ class _Facts:
     values: dict[str, str]
 
     @classmethod
-    def draw(cls, rng: random.Random, num_facts: int, kinds: tuple[str, ...]) -> _Facts:
+    def draw(
+        cls, rng: random.Random, num_facts: int, kinds: tuple[str, ...], num_names: int = len(NAMES)
+    ) -> _Facts:
         noun = rng.choice(kinds)
-        return cls(noun, {name: VALUE_KINDS[noun](rng) for name in rng.sample(NAMES, num_facts)})
+        return cls(noun, {name: VALUE_KINDS[noun](rng) for name in rng.sample(NAMES[:num_names], num_facts)})
 
     def sentence(self, rng: random.Random, name: str, value: str, num_templates: int = len(FACT_TEMPLATES)) -> str:
         template = rng.choice(FACT_TEMPLATES[:num_templates])
@@ -177,7 +180,7 @@ def _repeat_facts(rng: random.Random, facts: _Facts, stage: Stage) -> str:
 
 def _recall_dialogue(rng: random.Random, stage: Stage, num_facts: int) -> list[Message]:
     """Facts in the system message, in the first user message, or in a turn of their own, then questions."""
-    facts = _Facts.draw(rng, num_facts, stage.kinds)
+    facts = _Facts.draw(rng, num_facts, stage.kinds, stage.num_names)
     text = _facts_text(rng, facts, stage) + _repeat_facts(rng, facts, stage)
     names = rng.sample(list(facts.values), min(stage.num_questions, num_facts))
     first, *others = [(facts.question(rng, name), facts.values[name]) for name in names]

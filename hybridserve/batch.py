@@ -74,6 +74,11 @@ class Batch:
         """Rows of the longest sequence of this pass; 1 when all decode."""
         return max(end - start for start, end in zip(self.cu_seqlens_host, self.cu_seqlens_host[1:], strict=False))
 
+    @cached_property
+    def derived(self) -> dict[object, tuple[Tensor, ...]]:
+        """What one layer computed from this batch alone and the next ones use again (rotary angles), by what it depends on."""
+        return {}
+
 
 @dataclass(frozen=True)
 class Cache:

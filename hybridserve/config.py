@@ -88,6 +88,12 @@ def read_environment(known: set[str], environ: Mapping[str, str] = os.environ) -
     return values, sorted(ENV_PREFIX + name.upper() for name in found if name not in known)
 
 
+def user_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where this user's files that can be made again belong: `$XDG_CACHE_HOME/hybridserve`, else `~/.cache/hybridserve`."""
+    base = environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "hybridserve"
+
+
 def read_file(path: str) -> dict[str, Any]:
     """Settings from a YAML file whose keys are long flags, with - or _. Raises UsageError."""
     import yaml  # only when a file is given

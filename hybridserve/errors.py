@@ -18,6 +18,7 @@ command. Knows nothing above it. A message names the value, the limit and the re
     |- OverloadedError            full or draining: try again               HTTP 503
     |- EngineDeadError            the engine process has stopped            HTTP 503
     |- EngineError                the engine failed this request            HTTP 500
+    |- DeadlineError              the request took longer than it may       HTTP 504
 """
 
 
@@ -130,3 +131,11 @@ class EngineError(HybridServeError):
     """The engine failed this one request (a NaN in its logits, a failing step)."""
 
     code = "engine_error"
+
+
+class DeadlineError(HybridServeError):
+    """The request ran longer than its deadline; what it held is free again."""
+
+    status = 504
+    kind = "timeout_error"
+    code = "timeout"

@@ -3,7 +3,7 @@
 Owns the wire types and their codec (msgspec msgpack with a schema; nothing else is ever decoded). Must not know HTTP or tensors.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -129,7 +129,7 @@ class EngineClient(Protocol):
         """Seconds for which the engine has had work and made no progress; 0 when idle."""
         ...
 
-    def submit(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+    def submit(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
         """Send a request and yield its outputs, the last one with a finish_reason.
 
         Closing the iterator early (a client that disconnects) aborts the request. Raises OverloadedError when the queue is full

@@ -1,8 +1,8 @@
 """The seam of hybridserve: what a token mixer declares and what it is given.
 
-Owns the two base classes. A mixer returns its cache needs as data (`specs`) and computes rows (`forward`); it never sees block
-ids' meaning, requests, pools or the scheduler. `step` is the definition of a recurrent layer; overriding `forward` with fast
-code is optional and is held to `step` by the conformance tests.
+Owns the two base classes. A mixer returns its cache needs as data (`specs`) and computes rows (`forward`); it never
+sees block ids' meaning, requests, pools or the scheduler. `step` is the definition of a recurrent layer; overriding
+`forward` with fast code is optional and is held to `step` by the conformance tests.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,21 @@ from hybridserve.batch import NO_SLOT, Batch, Cache, LayerCaches
 from hybridserve.kv.spec import Spec
 from hybridserve.registry import Registry
 
-#: Layer kinds by name. A class is registered as ``@mixers.register("gated_delta")`` and built as ``cls(config, ops, dtype)``.
+#: Layer kinds by name: ``@mixers.register("gated_delta")`` puts a class in; it is built as ``cls(config, ops, dtype)``.
 mixers: Registry[type["Mixer"]] = Registry("mixer", group="hybridserve.mixers")
 
 #: States of S sequences: spec name -> tensor name -> [S, *shape].
 States: TypeAlias = Mapping[str, Mapping[str, Tensor]]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype as specs spell it: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter for the loader to fill. Never trained: without gradients, results may be written in place."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
 class MixerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,11 +44,19 @@ class MixerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Mixer(nn.Module):
     """The token-mixing part of a layer.
 
-    A subclass names its `Config`, is registered under its kind, and implements `specs` and `forward`.
+    A subclass names its `Config`, is registered under its kind, and implements `specs` and `forward`. It is built as
+    ``cls(config, ops, dtype)``, under ``torch.device("meta")`` too: whatever is not a parameter must not live on the
+    default device. A result may depend on the caches, `x` and `batch` only; rows of other sequences never change it.
     """
 
     Config: ClassVar[type[MixerConfig]]
     kind: ClassVar[str]
+
+    def __init__(self, config: MixerConfig, ops: Ops, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.ops = ops
+        self.dtype = dtype
 
     def specs(self) -> dict[str, Spec]:
         """The caches this layer needs, by name: none, one, several, of both kinds."""
@@ -58,8 +76,8 @@ class RecurrentMixer(Mixer):
 
     def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
         """Run `step` over the rows, all sequences abreast. x: [T, D]. Returns [T, D]."""
-        states = {name: _read(caches, name, batch) for name in caches}
-        kept = {name: _room_for_writes(caches[name], batch) for name in caches}
+        states = {name: _read(cache, batch) for name, cache in caches.items()}
+        kept = {name: _room_for_writes(cache, batch) for name, cache in caches.items()}
         starts = torch.tensor(batch.cu_seqlens_host[:-1], device=x.device)
         lengths = torch.tensor(batch.cu_seqlens_host[1:], device=x.device) - starts
         y = torch.empty_like(x)
@@ -68,15 +86,12 @@ class RecurrentMixer(Mixer):
             rows = starts[live] + t
             y[rows], stepped = self.step(x[rows], {n: {k: v[live] for k, v in per.items()} for n, per in states.items()})
             for n, per in stepped.items():
-                write = kept[n].write_of_row[rows]
                 for k, v in per.items():
                     # Rounded to the stored dtype at every token, so that a chunk's end changes nothing.
-                    rounded = v.to(states[n][k].dtype)
-                    states[n][k][live] = rounded
-                    kept[n].tensors[k][write[write >= 0]] = rounded[write >= 0]
-        for n, room in kept.items():
-            for k, v in room.tensors.items():
-                caches[n].tensors[k][batch.states[caches[n].group].write_slots] = v
+                    states[n][k][live] = v.to(states[n][k].dtype)
+                    kept[n].keep(k, rows, states[n][k][live])
+        for name, cache in caches.items():
+            kept[name].write(cache)
         return y
 
 
@@ -84,25 +99,38 @@ class RecurrentMixer(Mixer):
 class _Writes:
     """States to be written once all reads are done: a slot may be one sequence's start and another's target."""
 
-    write_of_row: Tensor  # int64 [T]: index among the writes, or -1
+    place_of_row: Tensor  # int64 [T]: where the state after a row is kept, or -1
+    places: Tensor  # int64 [W]: place of each write; a row written to two slots has one place
+    slots: Tensor  # int64 [W]
     tensors: dict[str, Tensor]  # name -> [W, *shape]
+
+    def keep(self, name: str, rows: Tensor, states: Tensor) -> None:
+        """Keep what is to be written. rows: [S]; states: [S, *shape], after those rows."""
+        place = self.place_of_row[rows]
+        self.tensors[name][place[place >= 0]] = states[place >= 0]
+
+    def write(self, cache: Cache) -> None:
+        """Write to the slots, in place."""
+        for name, states in self.tensors.items():
+            cache.tensors[name][self.slots] = states[self.places]
 
 
 def _room_for_writes(cache: Cache, batch: Batch) -> _Writes:
     table = batch.states[cache.group]
-    write_of_row = torch.full((batch.num_tokens,), -1, dtype=torch.int64, device=table.write_rows.device)
-    write_of_row[table.write_rows] = torch.arange(len(table.write_rows), device=table.write_rows.device)
-    tensors = {k: pool.new_empty(len(table.write_rows), *pool.shape[1:]) for k, pool in cache.tensors.items()}
-    return _Writes(write_of_row, tensors)
+    num_writes = len(table.write_rows_host)
+    place_of_row = table.write_rows.new_full((batch.num_tokens,), -1)
+    place_of_row[table.write_rows] = torch.arange(num_writes, device=table.write_rows.device)
+    tensors = {name: pool.new_empty(num_writes, *pool.shape[1:]) for name, pool in cache.tensors.items()}
+    return _Writes(place_of_row, place_of_row[table.write_rows], table.write_slots, tensors)
 
 
-def _read(caches: LayerCaches, name: str, batch: Batch) -> dict[str, Tensor]:
+def _read(cache: Cache, batch: Batch) -> dict[str, Tensor]:
     """Start states of every sequence: ``{tensor: [S, *shape]}``, zeros where there is no slot to start from."""
-    table = batch.states[caches[name].group]
+    table = batch.states[cache.group]
     fresh = table.start_slots == NO_SLOT
     out = {}
-    for tensor_name, pool in caches[name].tensors.items():
+    for name, pool in cache.tensors.items():
         state = pool[table.start_slots.clamp(min=0)]
         state[fresh] = 0  # by assignment, not by multiplying: a poisoned slot may hold NaN
-        out[tensor_name] = state
+        out[name] = state
     return out

@@ -1,0 +1,42 @@
+"""The native CPU backend: C++ kernels compiled at first use, called through ctypes.
+
+Owns the decision what to offer for a dtype on this machine and says why. Must not know models or pools. `select.py` calls
+`offer` once at load.
+"""
+
+import torch
+
+from hybridserve.backends.cpu.build import COMPILER, library_path
+from hybridserve.backends.cpu.library import Library
+from hybridserve.backends.cpu.linear import NativeLinear
+from hybridserve.backends.cpu.recurrence import NativeRecurrence
+from hybridserve.backends.offer import Offer, Operation
+from hybridserve.config import user_cache_folder
+from hybridserve.errors import MissingDependencyError
+
+__all__ = ["offer"]
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def offer(device: torch.device, dtype: torch.dtype, compiler: str = COMPILER) -> Offer:
+    """What the kernels do for this device and dtype of activations; compiles them if this machine has not yet."""
+    if device.type != "cpu":
+        return Offer({}, {}, f"the native kernels run on the CPU, not on {device.type}")
+    if dtype not in _DTYPES:
+        return Offer({}, {}, f"the native kernels compute fp32 and bf16, not {dtype}")
+    try:
+        library = Library(library_path(user_cache_folder(), compiler))
+    except MissingDependencyError as error:
+        return Offer({}, {}, str(error))
+    bf16_hardware = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    recurrence = NativeRecurrence(library)
+    ops: dict[str, Operation] = {
+        "linear": NativeLinear(library, bf16_hardware),
+        "delta_rule": recurrence.delta_rule,
+        "linear_scan": recurrence.linear_scan,
+    }
+    reason = f"compiled by {compiler} for this processor"
+    if bf16_hardware:
+        reason += "; it has bf16 instructions, so bf16 products of more than 4 rows are torch's"
+    return Offer(ops, {}, reason)

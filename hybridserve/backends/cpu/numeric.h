@@ -1,0 +1,208 @@
+// Vectors of fp32 with loads and stores of fp32 and bf16. Included by every kernel; knows nothing of tensors or operations.
+//
+// Results must not depend on how a kernel is tiled: multiply-adds are written as fma(), the flags forbid the compiler to contract or
+// reassociate anything else, and lanes are always summed in the order of sum_lanes().
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <omp.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace hybridserve {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+struct bf16 {
+    uint16_t bits;
+};
+
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+
+constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static inline vf splat(float x) { return x - vf{}; }
+
+static inline vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+static inline float to_float(float x) { return x; }
+static inline float to_float(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+static inline vf load(const float *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+static inline vf load(const bf16 *p) {
+    vh half;
+    memcpy(&half, p, sizeof half);
+    return (vf)(__builtin_convertvector(half, vu) << 16);
+}
+
+// Two vectors of weights or of what they are multiplied with. bf16 is widened to its even and its odd entries, one cheap
+// instruction each; so the fp32 side of a product with bf16 is kept in that order too.
+struct pair {
+    vf first, second;
+};
+static inline pair load_pair(const float *p) { return {load(p), load(p + LANES)}; }
+static inline pair load_pair(const bf16 *p) {
+    vu bits;
+    memcpy(&bits, p, sizeof bits);
+    return {(vf)(bits << 16), (vf)(bits & 0xffff0000u)};
+}
+
+// The first n lanes; the others are zero and their memory is not touched.
+template <class T> static inline vf load_first(const T *p, int64_t n) {
+    T padded[LANES] = {};
+    memcpy(padded, p, n * sizeof(T));
+    return load(padded);
+}
+template <class T> static inline pair load_pair_first(const T *p, int64_t n) {
+    T padded[2 * LANES] = {};
+    memcpy(padded, p, n * sizeof(T));
+    return load_pair(padded);
+}
+
+// bf16 rounds to nearest even; a NaN stays a NaN.
+static inline void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+static inline void store(bf16 *p, vf v) {
+    vu bits = (vu)v;
+    vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    vi is_nan = v != v;
+    rounded = (rounded & ~(vu)is_nan) | (0x7fc0 & (vu)is_nan);
+    vh half = __builtin_convertvector(rounded, vh);
+    memcpy(p, &half, sizeof half);
+}
+template <class T> static inline void store_first(T *p, vf v, int64_t n) {
+    T padded[LANES];
+    store(padded, v);
+    memcpy(p, padded, n * sizeof(T));
+}
+
+template <class T> static inline vf load_some(const T *p, int64_t n) { return n >= LANES ? load(p) : load_first(p, n); }
+template <class T> static inline void store_some(T *p, vf v, int64_t n) {
+    if (n >= LANES)
+        store(p, v);
+    else
+        store_first(p, v, n);
+}
+
+typedef float v4 __attribute__((vector_size(16)));
+
+static inline v4 fold_to_four(vf v) {
+    v4 part[LANES / 4];
+    memcpy(part, &v, sizeof v);
+#if defined(__AVX512F__)
+    return (part[0] + part[1]) + (part[2] + part[3]);
+#elif defined(__AVX__)
+    return part[0] + part[1];
+#else
+    return part[0];
+#endif
+}
+
+// Sums of the lanes of four vectors. Every sum of lanes in this backend has this order, whatever the tile.
+static inline v4 sum_lanes(vf a, vf b, vf c, vf d) {
+    v4 p = fold_to_four(a), q = fold_to_four(b), r = fold_to_four(c), s = fold_to_four(d);
+    typedef int32_t i4 __attribute__((vector_size(16)));
+    v4 pq = __builtin_shuffle(p, q, i4{0, 4, 1, 5}) + __builtin_shuffle(p, q, i4{2, 6, 3, 7});
+    v4 rs = __builtin_shuffle(r, s, i4{0, 4, 1, 5}) + __builtin_shuffle(r, s, i4{2, 6, 3, 7});
+    return __builtin_shuffle(pq, rs, i4{0, 1, 4, 5}) + __builtin_shuffle(pq, rs, i4{2, 3, 6, 7});
+}
+static inline float sum_lanes(vf a) {
+    v4 p = fold_to_four(a);
+    return (p[0] + p[2]) + (p[1] + p[3]);
+}
+
+static inline vf choose(vi condition, vf yes, vf no) { return (vf)(((vi)yes & condition) | ((vi)no & ~condition)); }
+
+// e^x within 2 units in the last place; 0 below the smallest normal number, infinity above the largest.
+static inline vf exp_lanes(vf x) {
+    vf low = splat(-87.33654f), high = splat(88.72283f);
+    vi under = x < low, over = x > high;
+    x = choose(under, low, choose(over, high, x));
+    // Adding and taking away 1.5 * 2^23 rounds to the nearest integer.
+    vf magic = splat(12582912.0f);
+    vf n = fma(x, splat(1.44269504f), magic) - magic;
+    vf r = fma(n, splat(-0.693359375f), x);
+    r = fma(n, splat(2.12194440e-4f), r);
+    vf p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    vf y = fma(p, r * r, r) + splat(1.0f);
+    // Twice half the exponent: n may be 128, which alone is no exponent.
+    vi half = __builtin_convertvector(n, vi) >> 1, rest = __builtin_convertvector(n, vi) - half;
+    y = y * (vf)((half + 127) << 23) * (vf)((rest + 127) << 23);
+    return choose(under, vf{}, choose(over, splat(INFINITY), y));
+}
+
+static inline vf sigmoid_lanes(vf x) { return splat(1.0f) / (splat(1.0f) + exp_lanes(-x)); }
+
+// Elements whose type is known only at run time.
+struct elements {
+    const void *data;
+    bool is_bf16;
+
+    float at(int64_t i) const { return is_bf16 ? to_float(static_cast<const bf16 *>(data)[i]) : static_cast<const float *>(data)[i]; }
+    vf some(int64_t i, int64_t n) const {
+        return is_bf16 ? load_some(static_cast<const bf16 *>(data) + i, n) : load_some(static_cast<const float *>(data) + i, n);
+    }
+    // `count` elements from i on as fp32, with zeros up to a whole number of vectors.
+    void widen(int64_t i, int64_t count, float *out) const {
+        for (int64_t p = 0; p < count; p += LANES)
+            store(out + p, some(i + p, count - p));
+    }
+};
+
+// Memory that a thread keeps between calls: kernels run in a fixed pool of threads, so this is bounded by the largest call.
+class Scratch {
+  public:
+    float *floats(int64_t count) {
+        if (count > capacity_) {
+            free(memory_);
+            capacity_ = round_up(count, 1024);
+            memory_ = static_cast<float *>(aligned_alloc(64, capacity_ * 4));
+            if (memory_ == nullptr)
+                abort();
+        }
+        return memory_;
+    }
+    ~Scratch() { free(memory_); }
+
+  private:
+    float *memory_ = nullptr;
+    int64_t capacity_ = 0;
+};
+
+} // namespace hybridserve

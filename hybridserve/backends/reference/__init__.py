@@ -1,0 +1,42 @@
+"""The reference backend: every operation in plain torch, on any device and dtype; all other backends are held to it.
+
+Owns the list of its operations. Must not know layers, pools or other backends. Called by `select.py` once at load.
+"""
+
+from functools import partial
+
+import torch
+
+from hybridserve.backends.offer import Offer
+from hybridserve.backends.reference.attention import kv_write, paged_attention
+from hybridserve.backends.reference.conv import short_conv
+from hybridserve.backends.reference.linear import linear, moe, slow_at, widened_linear
+from hybridserve.backends.reference.norms import gated_rms_norm, rms_norm
+from hybridserve.backends.reference.recurrence import delta_rule, linear_scan
+
+
+def offer(device: torch.device, dtype: torch.dtype) -> Offer:
+    """Offer all operations. Where the CPU is slow at 16-bit products, `linear` and `moe` widen to fp32, and the reason
+    says so.
+    """
+    widen = slow_at(device, dtype)
+    product = widened_linear if widen else linear
+    reason = "plain torch"
+    if widen:
+        name = str(dtype).removeprefix("torch.")
+        reason += f"; products are widened to fp32, since this CPU has no {name} instructions that oneDNN can use"
+    return Offer(
+        ops={
+            "linear": product,
+            "rms_norm": rms_norm,
+            "gated_rms_norm": gated_rms_norm,
+            "kv_write": kv_write,
+            "paged_attention": paged_attention,
+            "short_conv": short_conv,
+            "delta_rule": delta_rule,
+            "linear_scan": linear_scan,
+            "moe": partial(moe, product),
+        },
+        refused={},
+        reason=reason,
+    )

@@ -1,0 +1,62 @@
+"""Products of rows of a chunk under decay, in forms that no decay can overflow.
+
+Owns the pairwise scores. Must not know sequences or states. Called by `recurrence.py`.
+
+Letters beside those of `ops.py`: M chunks, C rows in a chunk. G is the sum of log decays from the chunk's start up to
+and including a row, in fp64: differences of sums, once rounded, would lose the small decays that follow a large one.
+"""
+
+import torch
+from torch import Tensor
+
+#: Below it a factor is 0 in fp32 anyway; keeps sums finite when a layer gives -inf to forget everything.
+MIN_LOG_DECAY = -200.0
+#: Rows of the parts in which per-channel decays are compared pair by pair.
+PART = 16
+
+
+def summed(log_decay: Tensor) -> Tensor:
+    """G of every row. log_decay: [M, H, C, *]. Returns the same shape, fp64."""
+    return log_decay.clamp(min=MIN_LOG_DECAY).double().cumsum(2)
+
+
+def factor(log_factor: Tensor) -> Tensor:
+    """exp in fp32 of a difference of sums, which is at most 0. Any shape."""
+    return log_factor.float().exp()
+
+
+def pair_scores(left: Tensor, k: Tensor, sums: Tensor) -> Tensor:
+    """sum over c of left_ic k_jc exp(G_ic - G_jc) for j <= i, zero for j > i.
+
+    left: [*, M, H, C, K]; k: [M, H, C, K]; sums: [M, H, C, 1] (per head) or [M, H, C, K] (per channel). Returns [*, M,
+    H, C, C].
+    """
+    return _per_head(left, k, sums) if sums.shape[-1] == 1 else _per_channel(left, k, sums)
+
+
+def _per_head(left: Tensor, k: Tensor, sums: Tensor) -> Tensor:
+    """`pair_scores` with sums: [M, H, C, 1]: the decay leaves the product."""
+    between = sums - sums.mT  # [M, H, C, C]
+    later = torch.ones(between.shape[-2:], dtype=torch.bool, device=k.device).triu(1)
+    return left @ k.mT * factor(between.masked_fill_(later, -torch.inf))
+
+
+def _per_channel(left: Tensor, k: Tensor, sums: Tensor) -> Tensor:
+    """`pair_scores` with sums: [M, H, C, K], C a multiple of PART.
+
+    Within a part pair by pair; between parts relative to the sum at the end of the part before, so that the exponents
+    of both factors are at most 0.
+    """
+    num_rows = k.shape[-2]
+    scores = left.new_zeros(*left.shape[:-1], num_rows)
+    for first in range(0, num_rows, PART):
+        part = slice(first, first + PART)
+        if first:
+            at = sums[..., first - 1 : first, :]
+            towards = left[..., part, :] * factor(sums[..., part, :] - at)
+            scores[..., part, :first] = towards @ (k[..., :first, :] * factor(at - sums[..., :first, :])).mT
+        for j in range(first, first + PART):
+            rest = slice(j, first + PART)
+            faded = k[..., j : j + 1, :] * factor(sums[..., rest, :] - sums[..., j : j + 1, :])
+            scores[..., rest, j] = (left[..., rest, :] * faded).sum(-1)
+    return scores

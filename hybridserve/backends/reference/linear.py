@@ -1,0 +1,86 @@
+"""Matrix products with weights in plain torch: `linear`, and the experts of `moe`.
+
+Owns both operations of the reference backend and the widening to fp32 where a CPU is slow at 16-bit products. Must not
+know layers. `offer` picks the form of `linear` once; `moe` is given the same one.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridserve.backends.activations import ACTIVATIONS
+from hybridserve.backends.ops import Activation, Linear
+
+#: With fewer rows the 16-bit product is memory-bound and the widening costs more than it saves (measured on AVX2).
+WIDEN_FROM_ROWS = 4
+#: Bytes of the fp32 copy of a part of the weight: it should stay in a core's second-level cache.
+WIDENED_NBYTES = 2 * 2**20
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """See `ops.Linear`. x: [..., in]; weight: [out, in]; bias: [out] or None. Returns [..., out]."""
+    return F.linear(x, weight, bias)
+
+
+def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` for CPUs without 16-bit products: weight and x go through fp32, the result is rounded once.
+
+    x: [..., in]; weight: [out, in]; bias: [out] or None. Returns [..., out] in x's dtype.
+    """
+    num_rows = x.numel() // max(x.shape[-1], 1)
+    if x.dtype.itemsize > 2 or num_rows < WIDEN_FROM_ROWS:
+        return F.linear(x, weight, bias)
+    out_features, in_features = weight.shape
+    wide = x.reshape(num_rows, in_features).float()
+    y = x.new_empty(num_rows, out_features)
+    part = min(out_features, max(16, WIDENED_NBYTES // (4 * in_features)))
+    buffer = torch.empty(part, in_features, dtype=torch.float32, device=x.device)
+    for first in range(0, out_features, part):
+        last = min(first + part, out_features)
+        piece = buffer[: last - first].copy_(weight[first:last])
+        y[:, first:last] = F.linear(wide, piece, None if bias is None else bias[first:last].float())
+    return y.view(*x.shape[:-1], out_features)
+
+
+def slow_at(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of this dtype want widening here: a CPU for which oneDNN has no 16-bit kernels."""
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if not torch._C._has_mkldnn:
+        return True
+    if dtype is torch.bfloat16:
+        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def moe(
+    product: Linear,
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    activation: Activation,
+) -> Tensor:
+    """See `ops.Moe`; `product` is the `linear` to use.
+
+    x: [T, D]; expert_ids: [T, k]; expert_weights: [T, k]; gate_up: [E, 2I, D]; down: [E, D, I]. Returns [T, D].
+    """
+    top_k = expert_ids.shape[1]
+    by_expert = expert_ids.flatten().argsort(stable=True)  # [T * k] of (row, choice) pairs
+    counts = torch.bincount(expert_ids.flatten(), minlength=len(gate_up)).tolist()
+    each = x.new_empty(len(by_expert), x.shape[-1])  # [T * k, D]: one result per pair, so that rows share no sum
+    first = 0
+    for expert, count in enumerate(counts):
+        if count:
+            pairs = by_expert[first : first + count]
+            gate, up = product(x[pairs // top_k], gate_up[expert], None).chunk(2, dim=-1)
+            each[pairs] = product(ACTIVATIONS[activation](gate) * up, down[expert], None)
+            first += count
+    each = each.view(*expert_ids.shape, x.shape[-1])
+    # Choice after choice in fp32: a row's sum has the same order whatever its neighbours are.
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for choice in range(top_k):
+        y.addcmul_(each[:, choice].float(), expert_weights[:, choice, None].float())
+    return y.to(x.dtype)

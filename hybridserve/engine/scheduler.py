@@ -1,0 +1,348 @@
+"""Which requests compute how many tokens in the next step.
+
+Owns the queue of waiting requests, the seats of running ones and the order among them. Asks `KVCacheCoordinator` for memory and
+knows pages only through it. No prefill or decode phase: a request has tokens that are known and not yet computed, one for a decoding
+request, many for a fresh one, and a step computes as many as the budget leaves. No torch.
+"""
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridserve.engine.seats import Ints, Running, Seats
+from hybridserve.errors import OverloadedError, RequestError
+from hybridserve.kv.coordinator import KVCacheCoordinator, Match, StepMemory
+from hybridserve.request import EngineRequest, FinishReason
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one engine takes at once."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_queued_reqs: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tokens to compute in one step. Arrays run over the sequences of the batch."""
+
+    seats: Ints
+    starts: Ints  # tokens computed before
+    counts: Ints  # tokens to compute now, at least 1
+    samples: NDArray[np.bool_]  # whether the last known token is among them, so that a next one is chosen
+    memory: StepMemory
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.counts.sum())
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A request that has just ended, and why."""
+
+    running: Running
+    reason: FinishReason
+    stop_token_id: int | None = None
+    error: str | None = None
+
+
+@dataclass
+class Counters:
+    """Totals since start."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+
+
+class Scheduler:
+    """Running requests first, then waiting ones in order of arrival; preempts the youngest when memory runs out."""
+
+    def __init__(self, limits: Limits, coordinator: KVCacheCoordinator) -> None:
+        self.limits = limits
+        self.seats = Seats(limits.max_num_seqs, limits.max_model_len)
+        self.counters = Counters()
+        self._coordinator = coordinator
+        self._waiting: deque[Running] = deque()
+        self._order: Ints = np.zeros(0, np.int64)  # seats in order of admission
+        self._by_id: dict[str, Running] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        self._num_arrived = 0
+        # Set when memory did not suffice for the head of the queue: trying again is in vain until something is given back.
+        self._is_blocked = False
+        self._failed: list[Ended] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self._order)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting) or len(self._order) > 0 or bool(self._failed)
+
+    # -- arrivals and departures ----------------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest, now: float | None = None) -> None:
+        """Queue a request. Raises RequestError when it can never run here, OverloadedError when the queue is full."""
+        self._check(request)
+        if len(self._waiting) >= self.limits.max_num_queued_reqs:
+            raise OverloadedError(
+                f"{len(self._waiting)} requests are waiting, the limit is {self.limits.max_num_queued_reqs}; try again later"
+            )
+        sampling = request.sampling
+        num_prompt = len(request.prompt_token_ids)
+        limit = self.limits.max_model_len if sampling.max_tokens is None else num_prompt + sampling.max_tokens
+        stop_ids = sampling.stop_token_ids + (() if sampling.ignore_eos else request.eos_token_ids)
+        running = Running(request, self._num_arrived, min(limit, self.limits.max_model_len), stop_ids)
+        self._num_arrived += 1
+        self._by_id[request.request_id] = running
+        self._waiting.append(running)
+        self.counters.num_prompt_tokens += num_prompt
+        if request.deadline_s is not None:
+            start = time.monotonic() if now is None else now
+            heapq.heappush(self._deadlines, (start + request.deadline_s, request.request_id))
+
+    def _check(self, request: EngineRequest) -> None:
+        """The engine's own check of what the border has checked already."""
+        tokens, limit = request.prompt_token_ids, self.limits.max_model_len
+        if request.request_id in self._by_id:
+            raise RequestError(f"request id {request.request_id!r} is in use; choose another", param="request_id")
+        if not tokens:
+            raise RequestError("the prompt is empty; give at least one token", param="prompt")
+        if len(tokens) >= limit:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens; at most {limit - 1} leave room for one more in a context of {limit}; "
+                "shorten it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if min(tokens) < 0 or max(tokens) >= self.limits.vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < self.limits.vocab_size)
+            raise RequestError(f"token id {wrong} is outside the vocabulary of {self.limits.vocab_size}", param="prompt")
+
+    def abort(self, request_ids: Iterable[str], reason: FinishReason = "abort") -> list[Ended]:
+        """End these requests and free what they hold. Ids that are not known have ended already."""
+        ended = []
+        for request_id in request_ids:
+            running = self._by_id.get(request_id)
+            if running is None:
+                continue
+            if running.seat is None:
+                self._waiting.remove(running)
+                self._forget(running)
+            else:
+                self._leave([running.seat], keep=True)
+            ended.append(Ended(running, reason))
+        return ended
+
+    def expire(self, now: float) -> list[Ended]:
+        """End requests whose deadline has passed."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            late.append(heapq.heappop(self._deadlines)[1])
+        return self.abort(late, reason="timeout") if late else []
+
+    def _leave(self, seats: list[int], *, keep: bool) -> list[Running]:
+        """Free seats for good. With `keep` their text and states stay as cache entries."""
+        left = []
+        for seat in seats:
+            self._coordinator.release(seat, int(self.seats.num_computed[seat]), keep=keep)
+            running = self.seats.give_back(seat)
+            self._forget(running)
+            left.append(running)
+        self._order = self._order[~np.isin(self._order, seats)]
+        self._is_blocked = False
+        return left
+
+    def _forget(self, running: Running) -> None:
+        del self._by_id[running.request.request_id]
+        self._is_blocked = False
+
+    # -- planning -------------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan | None:
+        """The next step, with its memory taken; None when nothing can run."""
+        counts = self._share_budget()
+        preempted = self._reserve(counts)
+        if preempted:
+            keep = ~np.isin(self._order, preempted)
+            self._order, counts = self._order[keep], counts[keep]
+        else:
+            counts = self._admit(counts)
+        chosen = np.flatnonzero(counts)
+        if not len(chosen):
+            return None
+        seats, counts = self._order[chosen], counts[chosen]
+        starts = self.seats.num_computed[seats]
+        memory = self._coordinator.address(seats, starts, counts)
+        return Plan(seats, starts, counts, starts + counts == self.seats.num_tokens[seats], memory)
+
+    def _share_budget(self) -> Ints:
+        """Tokens for each running seat: one for each that decodes, what is left to the others in order."""
+        pending = self.seats.num_tokens[self._order] - self.seats.num_computed[self._order]
+        counts = np.where(pending == 1, 1, 0)
+        left = self.limits.max_num_batched_tokens - int(counts.sum())
+        for at in np.flatnonzero(pending > 1):
+            counts[at] = min(int(pending[at]), left)
+            left -= int(counts[at])
+        return counts
+
+    def _reserve(self, counts: Ints) -> list[int]:
+        """Blocks for what the seats are to compute; returns the seats that had to be preempted for it."""
+        ends = self.seats.num_computed[self._order] + counts
+        preempted: list[int] = []
+        for at in np.flatnonzero((ends > self._coordinator.room[self._order]) & (counts > 0)):
+            seat = int(self._order[at])
+            while seat not in preempted and not self._coordinator.reserve(seat, int(ends[at])):
+                self._preempt_youngest(preempted)
+        return preempted
+
+    def _preempt_youngest(self, preempted: list[int]) -> None:
+        candidates = self._order[~np.isin(self._order, preempted)]
+        victim = int(candidates[np.argmax(self.seats.arrival[candidates])])
+        self._coordinator.release(victim, int(self.seats.num_computed[victim]), keep=True)
+        running = self.seats.give_back(victim)
+        preempted.append(victim)
+        self.counters.num_preemptions += 1
+        self._is_blocked = True
+        if len(candidates) == 1:
+            # Alone it must fit, by the proof at start-up; waiting again would never end.
+            self._forget(running)
+            self._failed.append(Ended(running, "error", error="cache memory does not hold this request even alone"))
+        else:
+            self._waiting.appendleft(running)
+
+    def _admit(self, counts: Ints) -> Ints:
+        """Seat waiting requests while budget, seats and memory last. Returns the counts with theirs appended."""
+        left = self.limits.max_num_batched_tokens - int(counts.sum())
+        seated: list[int] = []
+        new_counts: list[int] = []
+        if not len(self._order):
+            self._is_blocked = False
+        while left > 0 and self._waiting and self.seats.num_free and not self._is_blocked:
+            running = self._waiting[0]
+            seat = self._open(running)
+            if seat is None:
+                self._is_blocked = True
+                if not len(self._order) and not seated:
+                    self._refuse_head()
+                    continue
+                break
+            self._waiting.popleft()
+            count = min(int(self.seats.num_tokens[seat] - self.seats.num_computed[seat]), left)
+            if not self._coordinator.reserve(seat, int(self.seats.num_computed[seat]) + count):
+                self._coordinator.release(seat, 0, keep=False)
+                self._waiting.appendleft(self.seats.give_back(seat))
+                self._is_blocked = True
+                break
+            left -= count
+            seated.append(seat)
+            new_counts.append(count)
+        if not seated:
+            return counts
+        self._order = np.concatenate([self._order, np.array(seated, np.int64)])
+        return np.concatenate([counts, np.array(new_counts, np.int64)])
+
+    def _refuse_head(self) -> None:
+        """The head of the queue does not fit although nothing else runs: waiting would never end."""
+        running = self._waiting.popleft()
+        self._forget(running)
+        self._failed.append(Ended(running, "error", error="cache memory does not hold this request even alone"))
+
+    def _open(self, running: Running) -> int | None:
+        """Seat a request on whatever of it is cached; None when memory does not suffice now."""
+        request = running.request
+        tokens = running.known_tokens
+        if request.sampling.prompt_logprobs is None:
+            match = self._coordinator.match(tokens, request.cache.salt)
+        else:
+            match = Match.nothing()  # every prompt token must pass through the model to have its log-probability
+        seat = self.seats.take(running)
+        opened = self._coordinator.open(
+            seat,
+            self.seats.tokens[seat],
+            len(tokens),
+            match,
+            salt=request.cache.salt,
+            boundaries=request.cache.boundaries,
+            pin=request.cache.pin,
+            store=not request.cache.no_store,
+        )
+        if not opened:
+            self.seats.give_back(seat)
+            return None
+        self.seats.num_computed[seat] = match.num_tokens
+        if running.num_cached is None:
+            running.num_cached = match.num_tokens
+            self.counters.num_cached_tokens += match.num_tokens
+        return seat
+
+    # -- results --------------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: Plan, sampled: Ints, failed: NDArray[np.bool_] | None = None) -> list[Ended]:
+        """The step is done. `sampled` has a token for each sequence that samples; `failed` marks those whose logits are bad.
+
+        Publishes what was written, appends the tokens and returns the requests that ended.
+        """
+        bad = plan.seats[plan.samples][failed] if failed is not None and failed.any() else np.zeros(0, np.int64)
+        for seat in bad.tolist():
+            self._coordinator.distrust(seat)
+        self._coordinator.commit(plan.seats, plan.starts, plan.counts)
+        self.seats.num_computed[plan.seats] = plan.starts + plan.counts
+        seats = plan.seats[plan.samples]
+        at = self.seats.num_tokens[seats]
+        self.seats.tokens[seats, at] = sampled
+        self.seats.num_tokens[seats] = at + 1
+        self.counters.num_steps += 1
+        self.counters.num_generated_tokens += len(seats)
+        return self._end_finished(seats, sampled, bad)
+
+    def _end_finished(self, seats: Ints, sampled: Ints, bad: Ints) -> list[Ended]:
+        stopped = (self.seats.stop_ids[seats] == sampled[:, None]).any(axis=1)
+        full = self.seats.num_tokens[seats] >= self.seats.limit[seats]
+        ended = []
+        if len(bad):
+            stopped &= ~np.isin(seats, bad)
+            full &= ~np.isin(seats, bad)
+            message = "the model produced NaN or infinite logits for this request; its cache entries were dropped"
+            ended += [Ended(running, "error", error=message) for running in self._leave(bad.tolist(), keep=False)]
+        done = np.flatnonzero(stopped | full)
+        if len(done):
+            left = self._leave(seats[done].tolist(), keep=True)
+            for running, index in zip(left, done.tolist(), strict=True):
+                stop_id = int(sampled[index]) if stopped[index] else None
+                ended.append(Ended(running, "stop" if stopped[index] else "length", stop_token_id=stop_id))
+        return ended
+
+    def take_failed(self) -> list[Ended]:
+        """Requests that planning had to end."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def fail(self, plan: Plan, error: str) -> list[Ended]:
+        """The step itself failed: end every request it computed; nothing that it wrote is published."""
+        self._coordinator.abandon()
+        return [Ended(running, "error", error=error) for running in self._leave(plan.seats.tolist(), keep=False)]
+
+    def check(self) -> None:
+        """Assert that seats and memory agree."""
+        self._coordinator.check()
+        seated = [seat for seat, running in enumerate(self.seats.running) if running is not None]
+        assert sorted(self._order.tolist()) == seated, f"running order {self._order.tolist()} is not the seats {seated}"
+        assert len(self._by_id) == len(seated) + len(self._waiting), "requests are lost or doubled"

@@ -1,0 +1,89 @@
+"""The running requests as arrays: one seat each, so that a step over all of them is array arithmetic.
+
+Owns the token table and the per-seat numbers. Written by `scheduler.py` alone; the runner and the sampler read. No torch.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridserve.request import EngineRequest
+
+Ints = NDArray[np.int64]
+
+#: Fills unused places of the table of stop ids; no token has it.
+NO_TOKEN = -1
+
+
+@dataclass(eq=False)
+class Running:
+    """A request from arrival to finish. While it is seated its tokens are in the token table; `output` is kept when it leaves."""
+
+    request: EngineRequest
+    arrival: int  # order of arrival; a preempted request keeps it
+    limit: int  # tokens, prompt included, at which it ends by length
+    stop_ids: tuple[int, ...]
+    output: list[int] = field(default_factory=list)
+    num_cached: int | None = None  # prompt tokens that the first prefix hit saved
+    explanation: dict[str, int | str] | None = None
+    seat: int | None = None
+    was_announced: bool = False  # whether the first output, with cached tokens and explanation, was sent
+
+    @property
+    def known_tokens(self) -> NDArray[np.int32]:
+        """Prompt and output so far, of a request that has no seat."""
+        return np.array(self.request.prompt_token_ids + self.output, np.int32)
+
+
+class Seats:
+    """Arrays over seats. A free seat's numbers mean nothing."""
+
+    def __init__(self, num_seats: int, max_model_len: int) -> None:
+        # Untouched rows cost no memory: the pages are the operating system's until written.
+        self.tokens: NDArray[np.int32] = np.zeros((num_seats, max_model_len + 1), np.int32)
+        self.num_tokens: Ints = np.zeros(num_seats, np.int64)
+        self.num_computed: Ints = np.zeros(num_seats, np.int64)
+        self.num_prompt: Ints = np.zeros(num_seats, np.int64)
+        self.arrival: Ints = np.zeros(num_seats, np.int64)
+        self.limit: Ints = np.zeros(num_seats, np.int64)
+        self.stop_ids: Ints = np.full((num_seats, 1), NO_TOKEN, np.int64)
+        self.running: list[Running | None] = [None] * num_seats
+        self._free = list(range(num_seats - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, running: Running) -> int:
+        """Seat a request and write its known tokens. Nothing is computed yet."""
+        seat = self._free.pop()
+        tokens = running.known_tokens
+        self.running[seat] = running
+        self.tokens[seat, : len(tokens)] = tokens
+        self.arrival[seat] = running.arrival
+        self.num_tokens[seat] = len(tokens)
+        self.num_prompt[seat] = len(running.request.prompt_token_ids)
+        self.num_computed[seat] = 0
+        self.limit[seat] = running.limit
+        self._write_stop_ids(seat, running.stop_ids)
+        running.seat = seat
+        return seat
+
+    def give_back(self, seat: int) -> Running:
+        """Empty a seat and return who sat there."""
+        running = self.running[seat]
+        assert running is not None, f"seat {seat} is empty"
+        running.output = self.tokens[seat, self.num_prompt[seat] : self.num_tokens[seat]].tolist()
+        self.running[seat] = None
+        running.seat = None
+        self._free.append(seat)
+        return running
+
+    def _write_stop_ids(self, seat: int, ids: tuple[int, ...]) -> None:
+        if len(ids) > self.stop_ids.shape[1]:
+            wider = np.full((len(self.stop_ids), len(ids)), NO_TOKEN, np.int64)
+            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[seat] = NO_TOKEN
+        self.stop_ids[seat, : len(ids)] = ids

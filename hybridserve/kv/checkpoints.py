@@ -1,0 +1,49 @@
+"""Where in a prompt states are kept for later hits.
+
+Owns the placement policy: positions only, from the prompt's length, what matched, the caller's hints and what a state weighs.
+Knows no pages and no tensors. Writing a checkpoint costs no extra pass: the pass that computes the token also writes the state.
+"""
+
+from dataclasses import dataclass
+
+from hybridserve.kv.arena import CachePlan
+
+
+@dataclass(frozen=True)
+class CheckpointPolicy:
+    """Spacing on long prompts and the most checkpoints that one prompt may write."""
+
+    spacing: int  # tokens between checkpoints where nothing else asks for one
+    most_per_prompt: int
+
+    @classmethod
+    def for_plan(cls, plan: CachePlan) -> "CheckpointPolicy":
+        """A checkpoint every so many tokens that it costs no more than the text between two of them.
+
+        That is state bytes over KV bytes per token: 3 for LFM2, 33,200 for a large Mamba-2 hybrid. Where no cache grows with the
+        text there is no such weight, and the memory at hand decides alone.
+        """
+        unit = plan.match_unit
+        if not plan.states:
+            return cls(spacing=2**62, most_per_prompt=2**62)
+        slots = min(plan.num_superpages * group.pages_per_superpage for group in plan.states)
+        most = max(2, slots // 8)
+        if not plan.kv_nbytes_per_token:
+            return cls(spacing=4096, most_per_prompt=most)
+        weight = plan.state_nbytes_per_sequence / plan.kv_nbytes_per_token
+        return cls(spacing=max(unit, -(-int(weight) // unit) * unit), most_per_prompt=most)
+
+    def positions(self, start: int, num_prompt: int, junction: int, boundaries: tuple[int, ...]) -> tuple[int, ...]:
+        """Positions after `start` worth a checkpoint, ascending, at most num_prompt - 1.
+
+        `junction` is how far the text was known: an earlier request parted there, so a third one is likely to resume there.
+        """
+        last = num_prompt - 1
+        wanted = {last, junction, *boundaries}
+        chosen = sorted(position for position in wanted if start < position <= last)
+        if len(chosen) < self.most_per_prompt:
+            grid = range((start // self.spacing + 1) * self.spacing, last, self.spacing)
+            room = self.most_per_prompt - len(chosen)
+            stride = -(-len(grid) // room) if grid else 1
+            chosen = sorted({*chosen, *grid[::stride]})
+        return tuple(chosen[-self.most_per_prompt :])

@@ -1,0 +1,61 @@
+"""Root-mean-square norms, plain and gated: a weight and the operation chosen at load.
+
+Owns the parameter (`weight`) and the options that tell published norms apart. Must not know where a norm stands in a
+layer. Called by mixers and models.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from hybridserve.backends.ops import Activation, Ops
+from hybridserve.mixers.base import empty_parameter
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension; the factor is 1 + weight when `zero_centred` (Qwen3-Next, Gemma)."""
+
+    def __init__(self, dim: int, eps: float, ops: Ops, dtype: torch.dtype, zero_centred: bool = False) -> None:
+        super().__init__()
+        self._rms_norm = ops.rms_norm
+        self.eps = eps
+        self.zero_centred = zero_centred
+        self.weight = empty_parameter(dim, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., D]. Returns [..., D] in x's dtype."""
+        return self._rms_norm(x, self.weight, self.eps, zero_centred=self.zero_centred)
+
+
+class GatedRMSNorm(nn.Module):
+    """RMS norm and a gate, in either order; the norm is over each `group_size` elements, all of D when None."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        ops: Ops,
+        dtype: torch.dtype,
+        group_size: int | None = None,
+        *,
+        norm_first: bool,
+        activation: Activation,
+    ) -> None:
+        super().__init__()
+        self._gated_rms_norm = ops.gated_rms_norm
+        self.eps = eps
+        self.group_size = dim if group_size is None else group_size
+        self.norm_first = norm_first
+        self.activation = activation
+        self.weight = empty_parameter(dim, dtype=dtype)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate: [..., D]. Returns [..., D] in gate's dtype."""
+        return self._gated_rms_norm(
+            x,
+            gate,
+            self.weight,
+            self.eps,
+            group_size=self.group_size,
+            norm_first=self.norm_first,
+            activation=self.activation,
+        )

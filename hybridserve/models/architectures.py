@@ -1,0 +1,69 @@
+"""The table of architectures, and building a model from a config.
+
+Owns the table, the choice by the config's `architectures`, and the refusal of what is not in it. Must not know any architecture
+itself: their files register themselves. Called by `loader.py` and `check-model`.
+"""
+
+import difflib
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeAlias
+
+import torch
+
+from hybridserve.backends.ops import Ops
+from hybridserve.errors import ModelError, UnsupportedModelError
+from hybridserve.models.decoder import CausalLM
+from hybridserve.models.reader import ConfigReader
+from hybridserve.registry import Registry
+
+#: Lays out a model: reads the config, makes mixers, MLPs and the weight map. Parameters have no memory yet.
+Builder: TypeAlias = Callable[[ConfigReader, Ops, torch.dtype], CausalLM]
+
+#: Architectures by the class name that a config.json states. A plug-in adds one with an entry point or ``--plugin``.
+architectures: Registry[Builder] = Registry("architecture", group="hybridserve.models")
+
+
+def architecture_of(config: Mapping[str, object]) -> str:
+    """The one class name that the config states. Raises UnsupportedModelError if there is none, or more."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise UnsupportedModelError(
+            f"config.json: architectures is {names!r:.200}; it must name one class, such as {architectures.names()[0]!r}. "
+            "model_type alone does not tell which mathematics the weights were trained with"
+        )
+    return names[0]
+
+
+def build_model(config: Mapping[str, object], ops: Ops, dtype: torch.dtype, *, ignore_keys: Collection[str] = ()) -> CausalLM:
+    """Lay out the model that a config.json describes, without memory for its parameters (on the device "meta").
+
+    `ignore_keys` are dotted config keys to accept unread. Raises UnsupportedModelError naming the architecture or the key.
+    """
+    name = architecture_of(config)
+    if name not in architectures:
+        raise UnsupportedModelError(_refusal(name, config, ops, dtype))
+    return _build(name, config, ops, dtype, ignore_keys)
+
+
+def _build(name: str, config: Mapping[str, object], ops: Ops, dtype: torch.dtype, ignore_keys: Collection[str]) -> CausalLM:
+    reader = ConfigReader(config, architecture=name, accepted=ignore_keys)
+    with torch.device("meta"):
+        model = architectures[name](reader, ops, dtype)
+    reader.finish()
+    return model.requires_grad_(False).eval()
+
+
+def _refusal(name: str, config: Mapping[str, object], ops: Ops, dtype: torch.dtype) -> str:
+    """Why an architecture is not served: the nearest one that is, and what stands between."""
+    nearest = max(architectures.names(), key=lambda one: difflib.SequenceMatcher(None, one, name).ratio())
+    try:
+        _build(nearest, config, ops, dtype, ())
+    except ModelError as error:
+        differs = str(error)
+    else:
+        differs = "its config reads the same, but weights of another class are not taken on trust"
+    return (
+        f"architecture {name!r} is not implemented; implemented: {', '.join(architectures.names())}. The nearest is {nearest!r}; "
+        f"what differs: {differs.partition(' To serve it unread')[0]} "
+        "A plug-in can add it, with an entry point in 'hybridserve.models' or --plugin FILE.py"
+    )

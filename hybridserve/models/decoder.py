@@ -1,0 +1,162 @@
+"""The decoder that every architecture is laid out in: embedding, layers of norm + mixers + norm + MLP, final norm, head.
+
+Owns the residual stream, the naming of caches within a layer and the multipliers that some families put in it. Must not know
+architectures, configs, pools or what a mixer does. Laid out by the files of the architectures, run by `engine/runner.py`.
+
+Letters: T rows of the batch, D hidden, R rows whose logits are wanted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridserve.backends.ops import Ops
+from hybridserve.batch import Batch, LayerCaches
+from hybridserve.kv.spec import Spec
+from hybridserve.mixers.base import Mixer, empty_parameter
+from hybridserve.mixers.linear import Linear
+from hybridserve.models.weights import WeightMap
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the engine needs to know of a model beside its layers."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    max_positions: int  # longest context that the config allows
+
+
+class Branch(nn.Module):
+    """One of the mixers of a layer: y = after * mix(before * x). Most layers have one; Falcon-H1 has two side by side."""
+
+    def __init__(self, mixer: Mixer, *, before: float = 1.0, after: float = 1.0) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.before = before
+        self.after = after
+
+    def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
+        """x: [T, D]. Returns [T, D]."""
+        y = self.mixer(_scaled(x, self.before), batch, caches)
+        return _scaled(y, self.after)
+
+
+class DecoderLayer(nn.Module):
+    """x += r * sum of mixers(norm(x)); x += r * mlp(mlp_norm(x)), with Granite's residual multiplier r."""
+
+    def __init__(
+        self,
+        branches: Sequence[Branch],
+        norm: nn.Module,
+        mlp: nn.Module,
+        mlp_norm: nn.Module,
+        *,
+        residual_multiplier: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleDict({branch.mixer.kind: branch for branch in branches})
+        assert len(self.mixers) == len(branches), "two mixers of one kind in a layer would share cache and parameter names"
+        self.norm = norm
+        self.mlp = mlp
+        self.mlp_norm = mlp_norm
+        self.residual_multiplier = residual_multiplier
+        self.kind = "+".join(branch.mixer.kind for branch in branches)
+        specs = {branch.mixer.kind: branch.mixer.specs() for branch in branches}
+        self._specs = {f"{kind}.{name}": spec for kind, named in specs.items() for name, spec in named.items()}
+        self._cache_names = {kind: {name: f"{kind}.{name}" for name in named} for kind, named in specs.items()}
+
+    def cache_specs(self) -> dict[str, Spec]:
+        """The caches of all mixers of this layer, each named `mixer kind.name within the mixer`."""
+        return dict(self._specs)
+
+    def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
+        """x: [T, D]; caches by the names of `cache_specs`, written as `batch` says. Returns [T, D]."""
+        normed = self.norm(x)
+        mixed = [
+            branch(normed, batch, {name: caches[full] for name, full in self._cache_names[kind].items()})
+            for kind, branch in self.mixers.items()
+        ]
+        x = x + _scaled(sum(mixed[1:], mixed[0]), self.residual_multiplier)
+        return x + _scaled(self.mlp(self.mlp_norm(x)), self.residual_multiplier)
+
+
+class Embedding(nn.Module):
+    """Rows of a table [vocab, D]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty_parameter(vocab_size, hidden_size, dtype=dtype)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids: int64 [T]. Returns [T, D]."""
+        return F.embedding(input_ids, self.weight)
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model over packed rows. With `tied`, the head is the embedding's table."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        layers: Sequence[DecoderLayer],
+        norm: nn.Module,
+        ops: Ops,
+        dtype: torch.dtype,
+        *,
+        tied: bool,
+        weight_map: WeightMap,
+        embedding_multiplier: float = 1.0,
+        logits_multiplier: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.info = info
+        self.dtype = dtype
+        self.weight_map = weight_map.with_tied_head() if tied else weight_map
+        self.embed_tokens = Embedding(info.vocab_size, info.hidden_size, dtype)
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.lm_head = None if tied else Linear(info.hidden_size, info.vocab_size, ops, dtype)
+        self.embedding_multiplier = embedding_multiplier
+        self.logits_multiplier = logits_multiplier
+        self._linear = ops.linear
+        self._layers = tuple(layers)  # typed, and without ModuleList's indexing on every pass
+
+    def cache_specs(self) -> list[dict[str, Spec]]:
+        """The caches of each layer by name; names are unique within a layer."""
+        return [layer.cache_specs() for layer in self._layers]
+
+    def layer_kinds(self) -> list[str]:
+        """The mixers of each layer, joined by +."""
+        return [layer.kind for layer in self._layers]
+
+    def forward(self, batch: Batch, caches: Sequence[LayerCaches]) -> Tensor:
+        """Run all layers. caches: per layer, by the names of `cache_specs`; written in place. Returns [T, D] after the norm."""
+        x = _scaled(self.embed_tokens(batch.input_ids), self.embedding_multiplier)
+        for layer, layer_caches in zip(self._layers, caches, strict=True):
+            x = layer(x, batch, layer_caches)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token. hidden: [R, D], rows of what `forward` returned. Returns fp32 [R, vocab]."""
+        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return _scaled(self._linear(hidden, weight, None).float(), self.logits_multiplier)
+
+
+def format_layer_plan(kinds: Sequence[str]) -> str:
+    """One line that says which layers are what, as in `0-2,4-6: gated_delta  3,7: attention`."""
+    runs: Mapping[str, list[list[int]]] = {kind: [] for kind in kinds}
+    for i, kind in enumerate(kinds):
+        if runs[kind] and runs[kind][-1][1] == i - 1:
+            runs[kind][-1][1] = i
+        else:
+            runs[kind].append([i, i])
+    return "  ".join(f"{','.join(str(a) if a == b else f'{a}-{b}' for a, b in spans)}: {kind}" for kind, spans in runs.items())
+
+
+def _scaled(x: Tensor, multiplier: float) -> Tensor:
+    return x if multiplier == 1.0 else x * multiplier

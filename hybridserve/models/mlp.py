@@ -1,0 +1,45 @@
+"""The gated feed-forward part of a layer.
+
+Owns its parameters and arithmetic. Must not know layers, configs or weights on disk. Built by the files of the architectures.
+
+Letters: T rows, D hidden, I width.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridserve.backends.ops import Ops
+from hybridserve.mixers.linear import Linear
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) * up x), gate and up stored as one weight [2I, D], gate rows first.
+
+    The multipliers are Falcon-H1's: on the gate's input to silu, and on the result. Source: Shazeer 2020 (arXiv 2002.05202).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        width: int,
+        ops: Ops,
+        dtype: torch.dtype,
+        *,
+        bias: bool = False,
+        gate_multiplier: float = 1.0,
+        down_multiplier: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.gate_up = Linear(hidden_size, 2 * width, ops, dtype, bias=bias)
+        self.down = Linear(width, hidden_size, ops, dtype, bias=bias)
+        self.gate_multiplier = gate_multiplier
+        self.down_multiplier = down_multiplier
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, D]. Returns [T, D]."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        if self.gate_multiplier != 1.0:
+            gate = gate * self.gate_multiplier
+        y = self.down(F.silu(gate) * up)
+        return y if self.down_multiplier == 1.0 else y * self.down_multiplier

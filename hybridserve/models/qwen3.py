@@ -1,0 +1,38 @@
+"""Qwen3 (dense): Llama with normed queries and keys. Source: published `Qwen3ForCausalLM`.
+
+Owns how its config is read. Called through the table of architectures.
+"""
+
+import torch
+
+from hybridserve.backends.ops import Ops
+from hybridserve.mixers.attention import AttentionConfig
+from hybridserve.models.architectures import architectures
+from hybridserve.models.decoder import CausalLM
+from hybridserve.models.llama import build_decoder, read_info
+from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
+from hybridserve.models.rope import read_rotary
+
+
+@architectures.register("Qwen3ForCausalLM")
+def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
+    """Lay out a Qwen3."""
+    config.expect("use_sliding_window", False)
+    config.ignore("sliding_window", "max_window_layers")  # they count only with use_sliding_window
+    num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
+    read_layer_types(config, num_layers, ("full_attention",), ["full_attention"] * num_layers)
+    info = read_info(config)
+    head_dim = config.read_size("head_dim", 128)
+    bias = config.read("attention_bias", bool, False)
+    attention = AttentionConfig(
+        hidden_size=info.hidden_size,
+        num_heads=config.read_size("num_attention_heads"),
+        num_kv_heads=config.read_size("num_key_value_heads"),
+        head_dim=head_dim,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm="head",
+        qk_norm_eps=config.read("rms_norm_eps", float),
+        rotary=read_rotary(config, head_dim, info.max_positions, default_theta=10_000.0),
+    )
+    return build_decoder(config, attention, info, ops, dtype)

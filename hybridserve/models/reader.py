@@ -1,0 +1,170 @@
+"""Strict reading of a config.json: every key is read, expected, known to be harmless, or refused by name.
+
+Owns the rules of reading and the wording of a refusal. Must not know any architecture. Called by the files of the
+architectures; `architectures.py` calls `finish` once a model is laid out. The config is hostile input: sizes have bounds.
+"""
+
+from collections.abc import Collection, Mapping
+from enum import Enum, auto
+from typing import Final, TypeVar
+
+import msgspec
+
+from hybridserve.errors import UnsupportedModelError
+
+T = TypeVar("T")
+
+#: Keys that never change what a text decoder computes in inference: identity, training, generation defaults, tooling.
+HARMLESS_KEYS = frozenset({
+    "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "name_or_path",
+    "auto_map", "model_name", "unsloth_fixed", "unsloth_version", "initializer_range", "use_cache", "bos_token_id",
+    "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "is_encoder_decoder",
+    "is_decoder", "tokenizer_class", "prefix", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
+    "attn_pdrop", "embedding_dropout", "dropout", "router_aux_loss_coef", "output_router_logits",
+    "router_jitter_noise", "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate",
+    "output_scores", "gradient_checkpointing", "torchscript", "pruned_heads", "problem_type", "task_specific_params",
+    "finetuning_task", "id2label", "label2id", "_attn_implementation", "_attn_implementation_internal",
+    "_experts_implementation", "attn_implementation", "chunk_size_feed_forward", "num_logits_to_keep",
+    "mamba_chunk_size", "use_mamba_kernels", "max_length", "min_length", "do_sample", "early_stopping", "num_beams",
+    "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
+    "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
+    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens",
+})  # fmt: skip
+MAX_SIZE = 2**24
+MAX_LAYERS = 2048
+
+
+class _Required(Enum):
+    TOKEN = auto()
+
+
+REQUIRED: Final = _Required.TOKEN
+
+
+class ConfigReader:
+    """One JSON object of a config, which remembers what has been read. `architecture` and `path` are for messages."""
+
+    def __init__(
+        self, values: Mapping[str, object], *, architecture: str, path: str = "", accepted: Collection[str] = ()
+    ) -> None:
+        self.architecture = architecture
+        self._values = values
+        self._path = path
+        self._accepted = frozenset(accepted)
+        self._seen: set[str] = set()
+        self._nested: list[ConfigReader] = []
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there with a value other than null. Does not count as reading it."""
+        return self._values.get(key) is not None
+
+    def read(self, key: str, kind: type[T], default: T | _Required = REQUIRED) -> T:
+        """The value at `key`; null counts as absent. Raises UnsupportedModelError if it is missing or of another type."""
+        value = self._take(key)
+        if value is None:
+            if default is REQUIRED:
+                raise UnsupportedModelError(
+                    f"config.json has no {self.name(key)!r}, which {self.architecture} needs; "
+                    "take the config.json that was published with the weights"
+                )
+            return default
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            raise UnsupportedModelError(f"config.json: {self.name(key)} is {value!r:.200}: {error}; correct the file") from error
+
+    def read_optional(self, key: str, kind: type[T]) -> T | None:
+        """The value at `key`, or None when it is absent or null."""
+        if self.has(key):
+            return self.read(key, kind)
+        self._seen.add(key)
+        return None
+
+    def read_size(self, key: str, default: int | _Required = REQUIRED, *, most: int = MAX_SIZE) -> int:
+        """A dimension or count: a whole number from 1 to `most`."""
+        value = self.read(key, int, default)
+        if not 1 <= value <= most:
+            raise UnsupportedModelError(f"config.json: {self.name(key)} is {value}; it must be from 1 to {most}")
+        return value
+
+    def expect(self, key: str, *allowed: object) -> None:
+        """Accept `key` only with a value that is implemented; absent or null is accepted.
+
+        Raises UnsupportedModelError naming the key, its value and what is implemented.
+        """
+        value = self._take(key)
+        if value is None or self.name(key) in self._accepted:
+            return
+        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+            return
+        known = ", ".join(repr(one) for one in allowed) or "nothing but null"
+        raise UnsupportedModelError(
+            f"config.json: {self.name(key)} is {value!r:.200}; for {self.architecture} hybridserve implements {known}. "
+            + self._remedy(key)
+        )
+
+    def ignore(self, *keys: str) -> None:
+        """Accept these keys whatever they hold: this architecture's text decoder does not depend on them."""
+        self._seen.update(keys)
+
+    def nested(self, key: str) -> "ConfigReader":
+        """A reader of the object at `key` (empty when absent), which `finish` of this one finishes too."""
+        child = ConfigReader(
+            self.read(key, dict[str, object], {}), architecture=self.architecture, path=self.name(key), accepted=self._accepted
+        )
+        self._nested.append(child)
+        return child
+
+    def finish(self) -> None:
+        """Refuse what nobody has read. Raises UnsupportedModelError naming each key and its value."""
+        unread = [
+            f"{self.name(key)}={value!r:.80}"
+            for key, value in self._values.items()
+            if key not in self._seen
+            and key not in HARMLESS_KEYS
+            and self.name(key) not in self._accepted
+            and value not in (None, False, "", [], {})
+        ]
+        if unread:
+            raise UnsupportedModelError(
+                f"config.json has keys that {self.architecture} does not define here and that may change the mathematics: "
+                f"{', '.join(unread[:12])}{' and more' if len(unread) > 12 else ''}. " + self._remedy(unread[0].partition("=")[0])
+            )
+        for child in self._nested:
+            child.finish()
+
+    def name(self, key: str) -> str:
+        """`key` with the path that leads to it, as in `text_config.rope_theta`."""
+        return f"{self._path}.{key}" if self._path else key
+
+    def _take(self, key: str) -> object:
+        self._seen.add(key)
+        return self._values.get(key)
+
+    def _remedy(self, key: str) -> str:
+        name = key if "." in key else self.name(key)
+        return f"To serve it unread, at your own risk: --ignore-config-keys {name}"
+
+
+#: Spellings of layer kinds before transformers 5, and what they became.
+_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def read_layer_types(
+    config: ConfigReader, num_layers: int, allowed: tuple[str, ...], default: list[str], key: str = "layer_types"
+) -> list[str]:
+    """The kind of each layer, in today's spelling; `default` where the config has no list. Raises UnsupportedModelError."""
+    raw = config.read_optional(key, list[str])
+    types = default if raw is None else [_LAYER_TYPES.get(one, one) for one in raw]
+    if len(types) != num_layers:
+        raise UnsupportedModelError(
+            f"config.json: {config.name(key)} names {len(types)} layers, num_hidden_layers is {num_layers}; correct the file"
+        )
+    for i, one in enumerate(types):
+        if one not in allowed:
+            raise UnsupportedModelError(
+                f"config.json: {config.name(key)}[{i}] is {one!r}; for {config.architecture} hybridserve implements "
+                f"{', '.join(repr(kind) for kind in allowed)}"
+            )
+    return types

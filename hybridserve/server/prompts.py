@@ -1,0 +1,167 @@
+"""From a request's text, messages or ids to checked prompts of token ids.
+
+Owns tokenising and template rendering for requests (in worker threads) and the checks against the model's vocabulary and
+context. Must not know sampling beyond `max_tokens`. Called by the generation and tokenize routes.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from hybridserve.engine.chat import Message
+from hybridserve.errors import RequestError
+from hybridserve.request import MAX_CACHE_SALT_CHARS, CacheHints
+from hybridserve.server.service import Service
+from hybridserve.server.wire import MAX_PROMPTS, ChatMessage, ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
+
+_BAD_SALT = re.compile(r"[\x00-\x1f\x7f-\x9f@/\\]")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt. `text` is None when the client sent ids; `boundaries` are token positions where messages end."""
+
+    token_ids: list[int]
+    text: str | None = None
+    boundaries: tuple[int, ...] = ()
+
+
+async def completion_prompts(service: Service, request: CompletionRequest) -> list[Prompt]:
+    """The prompts of a completion request, in order: one text, several, one list of ids, or several lists."""
+    given = request.prompt
+    items: Sequence[str | int | list[int]] = [given] if isinstance(given, str) else given
+    if not items:
+        raise RequestError("prompt is empty; give a text, a list of texts, or token ids", param="prompt")
+    if all(isinstance(item, int) for item in items):
+        items = [list(items)]  # type: ignore[list-item]  # just checked
+    if len(items) > MAX_PROMPTS:
+        raise RequestError(f"prompt holds {len(items)} prompts; at most {MAX_PROMPTS} in one request", param="prompt")
+    texts = [item for item in items if isinstance(item, str)]
+    if len(texts) not in (0, len(items)) or any(isinstance(item, int) for item in items):
+        raise RequestError("prompt mixes texts and token ids; send one kind", param="prompt")
+    if not texts:
+        return [Prompt(checked_ids(service, item, "prompt")) for item in items if isinstance(item, list)]
+    add_special = request.add_special_tokens is not False
+    encode = service.tokenizer.encode
+    encoded = await service.workers.run(lambda: [encode(text, add_special_tokens=add_special) for text in texts])
+    return [Prompt(_not_empty(ids), text) for ids, text in zip(encoded, texts, strict=True)]
+
+
+async def chat_prompt(service: Service, request: ChatRequest | TokenizeRequest, messages: Sequence[ChatMessage]) -> Prompt:
+    """The prompt of a chat, with the token positions where its messages end when prefixes are cached."""
+    template = service.template
+    if template is None:
+        raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+    plain = [_as_dict(message, index) for index, message in enumerate(messages)]
+    variables = dict(request.chat_template_kwargs or {})
+    if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    continues = request.continue_final_message is True
+    generates = request.add_generation_prompt
+    wants_boundaries = service.is_caching_prefixes and isinstance(request, ChatRequest)
+    add_special = request.add_special_tokens is True
+
+    def render() -> Prompt:
+        text = template.render(
+            plain,
+            add_generation_prompt=not continues if generates is None else generates,
+            continue_final_message=continues,
+            variables=variables,
+        )
+        if not wants_boundaries:
+            return Prompt(service.tokenizer.encode(text, add_special_tokens=add_special), text)
+        ends = template.boundaries(plain, text, variables=variables)
+        ids, positions = service.tokenizer.encode_at(text, ends, add_special_tokens=add_special)
+        return Prompt(ids, text, positions)
+
+    prompt = await service.workers.run(render)
+    _not_empty(prompt.token_ids, "messages")
+    return prompt
+
+
+def max_tokens_for(service: Service, prompt: Prompt, wanted: int | None, default: int | None, field: str, source: str) -> int:
+    """Tokens to generate: `wanted`, else `default`, else the rest of the context.
+
+    Raises RequestError when prompt and `wanted` do not fit the context together. `field` and `source` are the names of the
+    request's fields to tell.
+    """
+    limit = service.client.info.max_model_len
+    length = len(prompt.token_ids)
+    room = limit - length
+    if room < 1 or (wanted is not None and wanted > room):
+        asked = f" and {field} asks for {wanted}" if wanted is not None else ""
+        remedy = f"shorten {source}" if room < 1 else f"shorten {source} or lower {field} to {room}"
+        raise RequestError(
+            f"this model's maximum context length is {limit} tokens, but {source} has {length}{asked}; {remedy}",
+            param=source if room < 1 else field,
+            code="context_length_exceeded",
+        )
+    if wanted is not None:
+        return wanted
+    return room if default is None else min(default, room)
+
+
+def cache_hints(fields: GenerationFields, prompt: Prompt) -> CacheHints:
+    """What the request says about reuse. Raises RequestError for a salt that could be mistaken for something else."""
+    salt = fields.cache_salt or ""
+    if len(salt) > MAX_CACHE_SALT_CHARS or _BAD_SALT.search(salt):
+        raise RequestError(
+            f"cache_salt must have at most {MAX_CACHE_SALT_CHARS} characters, without control characters, @, / and \\",
+            param="cache_salt",
+        )
+    xargs = fields.hybrid_xargs
+    pin = xargs.cache.pin if xargs else False
+    no_store = xargs.cache.no_store if xargs else False
+    return CacheHints(salt=salt, boundaries=prompt.boundaries, pin=pin, no_store=no_store)
+
+
+def checked_ids(service: Service, ids: Sequence[int], param: str) -> list[int]:
+    """Token ids that the model knows. Raises RequestError."""
+    size = service.client.info.vocab_size
+    if ids and not (0 <= min(ids) and max(ids) < size):
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < size)
+        raise RequestError(f"{param} holds token id {wrong}; this model's ids are from 0 to {size - 1}", param=param)
+    return _not_empty(list(ids), param)
+
+
+def _not_empty(ids: list[int], param: str = "prompt") -> list[int]:
+    if not ids:
+        raise RequestError(f"{param} gives no tokens; send at least one", param=param)
+    return ids
+
+
+def _as_dict(message: ChatMessage, index: int) -> Message:
+    """A message for the template: text parts joined, the arguments of earlier tool calls as objects."""
+    plain: Mapping[str, Any] = msgspec.to_builtins(message)
+    result = dict(plain)
+    if isinstance(message.content, list):
+        result["content"] = _joined(message, index)
+    for call in result.get("tool_calls") or []:
+        arguments = call["function"].get("arguments")
+        if isinstance(arguments, str):
+            call["function"]["arguments"] = _parsed(arguments)
+    return result
+
+
+def _joined(message: ChatMessage, index: int) -> str:
+    texts = []
+    for part in message.content or []:
+        assert not isinstance(part, str), "a string has been told apart before"
+        if part.type not in ("text", "input_text", "output_text") or part.text is None:
+            raise RequestError(
+                f"messages[{index}].content has a part of type {part.type[:64]!r}; this model reads text parts only",
+                param=f"messages[{index}].content",
+            )
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def _parsed(arguments: str) -> object:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
