@@ -1,15 +1,15 @@
 """Seeded text tasks with checkable answers: recall, copying, sums, short instructions, ten-turn chats.
 
-Owns the wording and the random draws, and nothing else: no tensors, no tokenizer, no HTTP. `train_demo.py` trains the
-demo weights on `training_dialogue`, and evaluations (in process or over HTTP) ask the `*_prompts` functions, whose
-draws come from a separate random stream, so that no seed of an evaluation repeats a training dialogue by construction.
+Owns the wording and the random draws, and nothing else: no tensors, no tokenizer, no HTTP. `train_demo.py`
+trains the demo weights on `training_dialogue`. Evaluations, in process or over HTTP, ask the `*_prompts`
+functions, which draw from random streams of their own: no seed of an evaluation is a seed of the training.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "Message",
@@ -26,6 +26,8 @@ __all__ = [
 
 Message = dict[str, str]
 Prompt = tuple[list[Message], str]
+# Draws a question and its answer.
+Turn = Callable[[random.Random], tuple[str, str]]
 
 # Text between these control characters inside a user message is also trained on (see `_repeat_facts`).
 TARGET_OPEN, TARGET_CLOSE = "\x02", "\x03"
@@ -33,16 +35,16 @@ TARGET_OPEN, TARGET_CLOSE = "\x02", "\x03"
 MAX_FACTS = 27
 MAX_OPERAND = 20
 
-NAMES = (
-    "Ada Amy Anna Ben Bob Carl Clara Dan David Dora Ella Emma Eric Eva Felix Finn Frank Grace Greta Hana Henry Hugo Ida "
-    "Ivan Jack Jane John Julia Karl Kate Lara Leo Lisa Lucy Mark Mary Max Mia Nina Noah Nora Olga Oscar Paul Peter Rosa "
-    "Sam Tom"
+NAMES = (  # noqa: SIM905 (forty-eight quoted words read worse)
+    "Ada Amy Anna Ben Bob Carl Clara Dan David Dora Ella Emma Eric Eva Felix Finn Frank Grace Greta Hana "
+    "Henry Hugo Ida Ivan Jack Jane John Julia Karl Kate Lara Leo Lisa Lucy Mark Mary Max Mia Nina Noah "
+    "Nora Olga Oscar Paul Peter Rosa Sam Tom"
 ).split()
 
-WORDS = (
-    "apple bird boat book bread bridge car cat chair cloud coin door dog fire fish flower glass gold green hand horse "
-    "house key lake lamp leaf milk moon mouse paper red ring river road rose salt sand ship snow star stone sun table "
-    "tea tree water wind wood"
+WORDS = (  # noqa: SIM905 (as above)
+    "apple bird boat book bread bridge car cat chair cloud coin door dog fire fish flower glass gold "
+    "green hand horse house key lake lamp leaf milk moon mouse paper red ring river road rose salt sand "
+    "ship snow star stone sun table tea tree water wind wood"
 ).split()
 
 FILLERS = (
@@ -64,7 +66,12 @@ FILLERS = (
     "We will talk about it later.",
 )
 
-SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are a small demo model.", "Answer in one word.", "Be short.")
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a small demo model.",
+    "Answer in one word.",
+    "Be short.",
+)
 
 ACKNOWLEDGEMENT = "OK."
 ACKNOWLEDGED = ("Keep these facts in mind.", "Remember this.", "Please remember these facts.", "Note this.")
@@ -135,14 +142,13 @@ class _Facts:
     values: dict[str, str]
 
     @classmethod
-    def draw(
-        cls, rng: random.Random, num_facts: int, kinds: tuple[str, ...], num_names: int = len(NAMES)
-    ) -> _Facts:
-        noun = rng.choice(kinds)
-        return cls(noun, {name: VALUE_KINDS[noun](rng) for name in rng.sample(NAMES[:num_names], num_facts)})
+    def draw(cls, rng: random.Random, num_facts: int, stage: Stage) -> _Facts:
+        noun = rng.choice(stage.kinds)
+        names = rng.sample(NAMES[: stage.num_names], num_facts)
+        return cls(noun, {name: VALUE_KINDS[noun](rng) for name in names})
 
-    def sentence(self, rng: random.Random, name: str, value: str, num_templates: int = len(FACT_TEMPLATES)) -> str:
-        template = rng.choice(FACT_TEMPLATES[:num_templates])
+    def sentence(self, rng: random.Random, name: str, value: str, stage: Stage) -> str:
+        template = rng.choice(FACT_TEMPLATES[: stage.num_fact_templates])
         return template.format(name=name, noun=self.noun, value=value)
 
     def question(self, rng: random.Random, name: str) -> str:
@@ -162,7 +168,7 @@ def _maybe_system(rng: random.Random) -> list[Message]:
 
 
 def _facts_text(rng: random.Random, facts: _Facts, stage: Stage) -> str:
-    sentences = [facts.sentence(rng, name, value, stage.num_fact_templates) for name, value in facts.values.items()]
+    sentences = [facts.sentence(rng, name, value, stage) for name, value in facts.values.items()]
     for _ in range(rng.randint(0, stage.max_fillers)):
         sentences.insert(rng.randint(0, len(sentences)), rng.choice(FILLERS))
     # Names then always follow a space, so that a name is the same token wherever it stands.
@@ -170,17 +176,17 @@ def _facts_text(rng: random.Random, facts: _Facts, stage: Stage) -> str:
 
 
 def _repeat_facts(rng: random.Random, facts: _Facts, stage: Stage) -> str:
-    """Facts told a second time with their values marked as targets: the cheapest recall questions there are."""
+    """Facts told a second time, their values marked as targets: the cheapest recall questions there are."""
     names = rng.choices(list(facts.values), k=stage.num_repeats)
     # The space belongs to the token of the value, hence to the target.
     marked = {name: f"{TARGET_OPEN} {facts.values[name]}{TARGET_CLOSE}" for name in names}
-    sentences = [facts.sentence(rng, name, "\0", stage.num_fact_templates) for name in names]
+    sentences = [facts.sentence(rng, name, "\0", stage) for name in names]
     return "".join(" " + s.replace(" \0", marked[name]) for s, name in zip(sentences, names, strict=True))
 
 
 def _recall_dialogue(rng: random.Random, stage: Stage, num_facts: int) -> list[Message]:
     """Facts in the system message, in the first user message, or in a turn of their own, then questions."""
-    facts = _Facts.draw(rng, num_facts, stage.kinds, stage.num_names)
+    facts = _Facts.draw(rng, num_facts, stage)
     text = _facts_text(rng, facts, stage) + _repeat_facts(rng, facts, stage)
     names = rng.sample(list(facts.values), min(stage.num_questions, num_facts))
     first, *others = [(facts.question(rng, name), facts.values[name]) for name in names]
@@ -223,9 +229,9 @@ def _short_dialogue(rng: random.Random, num_turns: int) -> list[Message]:
     return messages
 
 
-def _chat_dialogue(rng: random.Random, num_turns: int, kinds: tuple[str, ...]) -> list[Message]:
-    """Turns that tell one to three facts, ask about facts of earlier turns, or are short tasks; the last one asks."""
-    facts = _Facts.draw(rng, 3 * num_turns, kinds)
+def _chat_dialogue(rng: random.Random, num_turns: int) -> list[Message]:
+    """Turns that tell one to three facts, ask for an earlier fact, or are short tasks; the last one asks."""
+    facts = _Facts.draw(rng, 3 * num_turns, FINAL_STAGE)
     untold = list(facts.values)
     told: list[str] = []
     messages = _maybe_system(rng)
@@ -234,7 +240,7 @@ def _chat_dialogue(rng: random.Random, num_turns: int, kinds: tuple[str, ...]) -
         if turn == 0 or (choice < 0.35 and turn < num_turns - 1):
             names = [untold.pop() for _ in range(rng.randint(1, 3))]
             told += names
-            text = " ".join(facts.sentence(rng, name, facts.values[name]) for name in names)
+            text = " ".join(facts.sentence(rng, name, facts.values[name], FINAL_STAGE) for name in names)
             question, answer = f"Facts: {text} {rng.choice(ACKNOWLEDGED)}", ACKNOWLEDGEMENT
         elif choice < 0.8 or turn == num_turns - 1:
             name = rng.choice(told)
@@ -246,12 +252,12 @@ def _chat_dialogue(rng: random.Random, num_turns: int, kinds: tuple[str, ...]) -
 
 
 def training_dialogue(stream: str, task: str, stage: Stage, num_facts: int) -> list[Message]:
-    """A dialogue whose assistant messages (and marked spans) are to be learned; `stream` names the random draw."""
+    """A dialogue whose assistant messages and marked spans are to be learned; `stream` names the draw."""
     rng = random.Random(f"train/{stream}")
     if task == "recall":
         return _recall_dialogue(rng, stage, num_facts)
     if task == "chat":
-        return _chat_dialogue(rng, rng.randint(3, 10), stage.kinds)
+        return _chat_dialogue(rng, rng.randint(3, 10))
     return _short_dialogue(rng, 10)
 
 
@@ -277,17 +283,17 @@ def _as_prompts(dialogues: list[list[Message]]) -> list[Prompt]:
 def recall_prompts(n: int, seed: int) -> list[Prompt]:
     """Prompts that tell 1 to 27 facts amid fillers and ask for one of them."""
     rng = _held_out("recall", seed)
-    stage = Stage(max_facts=MAX_FACTS, max_fillers=24, num_questions=1, kinds=tuple(VALUE_KINDS))
+    stage = replace(FINAL_STAGE, num_questions=1)
     return _as_prompts([_recall_dialogue(rng, stage, rng.randint(1, MAX_FACTS)) for _ in range(n)])
 
 
 def chat_prompts(n: int, seed: int, num_turns: int = 10) -> list[Prompt]:
     """Chats whose last turn asks for a fact of an earlier turn."""
     rng = _held_out("chat", seed)
-    return _as_prompts([_chat_dialogue(rng, num_turns, tuple(VALUE_KINDS)) for _ in range(n)])
+    return _as_prompts([_chat_dialogue(rng, num_turns) for _ in range(n)])
 
 
-def _single_turns(n: int, rng: random.Random, turn: Callable[[random.Random], tuple[str, str]]) -> list[Prompt]:
+def _single_turns(n: int, rng: random.Random, turn: Turn) -> list[Prompt]:
     pairs = [turn(rng) for _ in range(n)]
     return [([_user(question)], answer) for question, answer in pairs]
 

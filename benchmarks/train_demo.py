@@ -1,10 +1,11 @@
 """Train the demo weights that ship in `hybridserve/demo`, tokenizer included, on two CPU cores.
 
-    python benchmarks/train_demo.py
+    python -m benchmarks.train_demo
 
-Owns the tokenizer, the architecture and the training loop; the tasks are those of `recall_tasks.py`. The model is a
-transformers `Qwen3_5ForCausalLM` with gated-delta and gated full-attention layers, trained with a differentiable chunked
-delta rule in place of the slow fallback of transformers. What was exported is evaluated with unmodified transformers.
+Owns the tokenizer, the architecture and the training loop; the tasks are those of `recall_tasks.py`. The
+model is a `Qwen3_5ForCausalLM` of transformers with gated delta and gated full-attention layers, trained with
+a chunked delta rule in place of the slow fallback of transformers. What was exported is then evaluated with
+transformers as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import recall_tasks as tasks
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -34,6 +34,8 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from benchmarks import recall_tasks as tasks
 
 PAD, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = [PAD, IM_START, IM_END]
@@ -54,6 +56,7 @@ VALIDATION_SEED, TEST_SEED = 1000, 0
 LENGTH_BUCKET = 100
 
 CURRICULUM = (
+    # Few names first: the circuit that matches a name to its value then forms in a hundred steps.
     tasks.Stage(max_facts=4, num_repeats=14, num_questions=2, num_fact_templates=1, num_names=8, kinds=("code",)),
     tasks.Stage(max_facts=8, num_repeats=12, num_questions=4, num_fact_templates=2, num_names=24),
     tasks.Stage(max_facts=12, num_repeats=8, num_questions=6, max_fillers=2, kinds=tuple(tasks.VALUE_KINDS)),
@@ -72,7 +75,7 @@ class Settings:
     steps: int
     layers: str
     learning_rate: float = 2e-3
-    tokens_per_batch: int = 2500
+    tokens_per_batch: int = 2000
     warmup_steps: int = 50
     decay_fraction: float = 0.3
     report_every: int = 25
@@ -127,7 +130,7 @@ def build_model(layers: str, vocab_size: int, eos_id: int, pad_id: int) -> Qwen3
         linear_value_head_dim=32,
         linear_conv_kernel_dim=4,
         max_position_embeddings=2048,
-        # Tied embeddings, or the default initializer range of 0.02, keep a model this small from learning to recall.
+        # With tied embeddings, or the default range of 0.02, a model this small doesn't learn to recall.
         tie_word_embeddings=False,
         initializer_range=0.05,
         rope_parameters={
@@ -150,7 +153,7 @@ def build_model(layers: str, vocab_size: int, eos_id: int, pad_id: int) -> Qwen3
 
 @torch.no_grad()
 def initialise_decay(model: Qwen3_5ForCausalLM) -> None:
-    """Half-lives from one token to several hundred, as in Mamba; the default initialization forgets within a token."""
+    """Memories of one to a thousand tokens, as in Mamba; by default a head forgets within one or two."""
     for layer, kind in zip(model.model.layers, model.config.layer_types, strict=True):
         if kind == "linear_attention":
             mixer = layer.linear_attn
@@ -165,8 +168,8 @@ def chunked_gated_delta(
 ) -> tuple[Tensor, None]:
     """Gated delta rule from a zero state, in chunks whose inner part is one triangular solve.
 
-    query, key [B, T, H, K], value [B, T, H, V], g (log decay) and beta [B, T, H], all fp32; returns [B, T, H, V].
-    Same arithmetic as `torch_chunk_gated_delta_rule` of transformers, which loops over the rows of a chunk instead.
+    query, key [B, T, H, K], value [B, T, H, V], log decay g and beta [B, T, H], fp32; returns [B, T, H, V].
+    Computes what `torch_chunk_gated_delta_rule` of transformers does, whose loop over rows is slow to train.
     """
     batch, length, heads, key_dim = key.shape
     pad = -length % CHUNK
@@ -200,7 +203,7 @@ def chunked_gated_delta(
 
 @contextmanager
 def fast_delta_rule() -> Iterator[None]:
-    """Within the context, models of transformers use `chunked_gated_delta`; without, they are as published."""
+    """Within the context, models of transformers use `chunked_gated_delta`."""
     published = modeling_qwen3_5.torch_chunk_gated_delta_rule
     modeling_qwen3_5.torch_chunk_gated_delta_rule = chunked_gated_delta
     try:
@@ -210,7 +213,7 @@ def fast_delta_rule() -> Iterator[None]:
 
 
 def segments(messages: list[tasks.Message]) -> Iterator[tuple[str, bool]]:
-    """The dialogue as its chat template renders it, in pieces that are to be learned (True) or only read (False)."""
+    """The dialogue as the chat template renders it, in pieces to be learned (True) or only read (False)."""
     for message in messages:
         yield f"{IM_START}{message['role']}\n", False
         if message["role"] == "assistant":
@@ -258,12 +261,11 @@ def target_logits(model: Qwen3_5ForCausalLM, ids: Tensor, labels: Tensor) -> tup
     return model.lm_head(hidden[:, :-1][is_target]), labels[:, 1:][is_target]
 
 
-def training_batch(
-    encoder: DialogueEncoder, step: int, stage: tasks.Stage, settings: Settings
-) -> tuple[str, Tensor, Tensor]:
+def training_batch(encoder: DialogueEncoder, step: int, stage: tasks.Stage, settings: Settings) -> tuple[str, Tensor, Tensor]:
     """Task, ids and labels [B, T] of a step: dialogues of one task and about one length."""
     rng = random.Random(f"{settings.seed}/{step}")
-    task = rng.choices(("recall", "short", "chat"), weights=(8, 2, 1 if stage.num_names == len(tasks.NAMES) else 0))[0]
+    knows_all_names = stage.num_names == len(tasks.NAMES)
+    task = rng.choices(("recall", "short", "chat"), weights=(8, 2, 1 if knows_all_names else 0))[0]
     # The square root prefers many facts, which are harder.
     num_facts = max(2, round(stage.max_facts * rng.random() ** 0.5))
     dialogues: list[tuple[list[int], list[int]]] = []
@@ -278,17 +280,15 @@ def training_batch(
 def learning_rate(step: int, settings: Settings) -> float:
     """Linear warm-up, plateau, and linear decay to nearly zero."""
     decay_steps = settings.steps * settings.decay_fraction
-    return settings.learning_rate * min(
-        1.0, (step + 1) / settings.warmup_steps, (settings.steps - step) / decay_steps
-    )
+    return settings.learning_rate * min(1.0, (step + 1) / settings.warmup_steps, (settings.steps - step) / decay_steps)
 
 
 @torch.no_grad()
 def quick_accuracy(model: Qwen3_5ForCausalLM, encoder: DialogueEncoder, prompts: list[tasks.Prompt]) -> float:
     """Share of prompts whose greedy answer is exact.
 
-    One pass over prompt and answer decides it: greedy decoding gives the answer if and only if each of its tokens is
-    the most likely one after those before it.
+    One pass over prompt and answer decides it: greedy decoding gives the answer if and only if each of its
+    tokens is the most likely one after those before it.
     """
     exact = 0
     for messages, answer in prompts:
@@ -318,9 +318,9 @@ def export(model: Qwen3_5ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: P
     out.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(fresh)
     tokenizer.save_pretrained(fresh)
-    GenerationConfig(
-        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    ).save_pretrained(fresh)
+    GenerationConfig(do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(
+        fresh
+    )
     save_file(dict(model.state_dict()), fresh / "model.safetensors", metadata={"format": "pt"})
     (fresh / "model.safetensors").chmod(0o644)
     for path in fresh.iterdir():
@@ -345,10 +345,8 @@ class Curriculum:
             self.index, self.accuracy = self.index + 1, 0.5
 
 
-def optimize(
-    model: Qwen3_5ForCausalLM, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor
-) -> tuple[float, float]:
-    """One update from ids and labels [B, T]; returns the loss and the accuracy on targets other than `IM_END`."""
+def optimize(model: Qwen3_5ForCausalLM, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor) -> tuple[float, float]:
+    """One update from ids and labels [B, T]; returns loss and accuracy, the latter without `IM_END`."""
     logits, targets = target_logits(model, ids, labels)
     loss = F.cross_entropy(logits, targets)
     optimizer.zero_grad()
@@ -377,8 +375,8 @@ def train(settings: Settings) -> None:
             curriculum.observe(accuracy)
         if step % settings.report_every == 0:
             print(
-                f"{time.monotonic() - start:5.0f} s  step {step}  stage {curriculum.index}  {task} {tuple(ids.shape)}"
-                f"  loss {loss:.3f}  recall {curriculum.accuracy:.3f}",
+                f"{time.monotonic() - start:5.0f} s  step {step}  stage {curriculum.index}  "
+                f"{task} {tuple(ids.shape)}  loss {loss:.3f}  recall {curriculum.accuracy:.3f}",
                 flush=True,
             )
         if (step + 1) % settings.evaluate_every == 0 or step + 1 == settings.steps:
@@ -397,24 +395,23 @@ def evaluate_export(folder: Path, num_prompts: int = 200) -> None:
     for name, prompts in held_out_prompts(num_prompts, TEST_SEED).items():
         outcomes: dict[int, list[bool]] = defaultdict(list)
         for messages, answer in prompts:
-            inputs = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
+            inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
             num_read = inputs["input_ids"].shape[1]
             output = model.generate(**inputs, max_new_tokens=32)[0, num_read:]
-            outcomes[num_read // LENGTH_BUCKET].append(tokenizer.decode(output, skip_special_tokens=True) == answer)
+            is_exact = tokenizer.decode(output, skip_special_tokens=True) == answer
+            outcomes[num_read // LENGTH_BUCKET].append(is_exact)
         total = [exact for bucket in outcomes.values() for exact in bucket]
         print(f"{name}: {sum(total)} of {len(total)} exact")
         for bucket, exact in sorted(outcomes.items()):
             first = bucket * LENGTH_BUCKET
-            print(f"    {first} to {first + LENGTH_BUCKET - 1} tokens: {sum(exact)} of {len(exact)}", flush=True)
+            print(f"    {first} to {first + LENGTH_BUCKET - 1} tokens: {sum(exact)} of {len(exact)}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Train the demo weights and evaluate them.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "hybridserve" / "demo")
-    parser.add_argument("--steps", type=int, default=1800)
-    parser.add_argument("--layers", default="LFLF", help="one letter per layer: L gated delta, F full attention")
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--layers", default="LF", help="a letter each: L gated delta, F full attention")
     parser.add_argument("--evaluate-only", action="store_true", help="evaluate what --out holds")
     arguments = parser.parse_args()
     # A second thread makes tensors this small slower, and leaves no core for anything else.

@@ -1,0 +1,25 @@
+"""hybridserve: a serving engine for hybrid-architecture language models.
+
+Importing the package is cheap; `LLM` brings torch in when it is first touched.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybridserve.llm import LLM
+    from hybridserve.request import SamplingParams
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name == "LLM":
+        from hybridserve.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from hybridserve.request import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'hybridserve' has no attribute {name!r}")

@@ -80,7 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_lists()
 
     def _check_lists(self) -> None:
-        if isinstance(self.stop, str) or len(self.stop) > MAX_STOP_STRINGS:
+        if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS}, in a list", param="stop")
         for text in self.stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_CHARS:
@@ -138,6 +138,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended it, which is not among the text
     error: str | None = None
+    error_type: str | None = None  # name of the class in `errors.py`, where the request was refused
     logprobs: list[TokenLogprob] | None = None  # one per new token
     prompt_logprobs: list[TokenLogprob | None] | None = None  # once, with the first output; None for the first token
     num_cached_tokens: int | None = None  # once, with the first output: prompt tokens that a prefix hit saved

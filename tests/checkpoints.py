@@ -1,8 +1,8 @@
 """Tiny random models of every architecture, made by transformers, and their files in each spelling that is in use.
 
-Owns the configs (chosen so that every branch is taken: more value heads than key heads, grouped queries, partial rotation, several
-experts, multipliers other than 1, biases) and the rewriting to the names and keys of the releases. Used by the tests of models,
-loader and engine.
+Owns the configs (chosen so that every branch is taken: more value heads than key heads, grouped queries, partial rotation,
+several experts, multipliers other than 1, biases) and the rewriting to the names and keys of the releases. Used by the tests
+of models, loader and engine.
 """
 
 import json
@@ -158,14 +158,27 @@ def _llama() -> tf.PreTrainedModel:
         "original_max_position_embeddings": 32,
     }  # fmt: skip
     config = tf.LlamaConfig(
-        **_SIZES, **_HEADS, num_hidden_layers=3, intermediate_size=48, head_dim=24, attention_bias=True, mlp_bias=True, rope_parameters=rope
+        **_SIZES,
+        **_HEADS,
+        num_hidden_layers=3,
+        intermediate_size=48,
+        head_dim=24,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters=rope,
     )
     return tf.LlamaForCausalLM(config)
 
 
 def _qwen3() -> tf.PreTrainedModel:
     config = tf.Qwen3Config(
-        **_SIZES, **_HEADS, num_hidden_layers=3, intermediate_size=48, head_dim=24, rope_parameters=_ROPE, tie_word_embeddings=True
+        **_SIZES,
+        **_HEADS,
+        num_hidden_layers=3,
+        intermediate_size=48,
+        head_dim=24,
+        rope_parameters=_ROPE,
+        tie_word_embeddings=True,
     )
     return tf.Qwen3ForCausalLM(config)
 
@@ -210,13 +223,23 @@ def save(model: tf.PreTrainedModel, folder: Path, shard_size: str = "1GB") -> Pa
 
 
 def save_released(model: tf.PreTrainedModel, folder: Path) -> Path:
-    """With the names, keys and extra tensors of the published releases. Returns the folder."""
+    """In the other spelling: keys of before transformers 5, names that `save` does not write, tensors beside the model."""
     save(model, folder)
     config = read_config(folder)
     rewrite_config(folder, released_config(config))
     tensors = load_file(folder / "model.safetensors")
-    rewrite_tensors(folder, {**_released_tensors(tensors), **_extra_tensors(config["architectures"][0])})
+    rewrite_tensors(folder, {_renamed(name, config): tensor for name, tensor in _with_fused_experts(tensors).items()})
     return folder
+
+
+def _renamed(name: str, config: Mapping[str, object]) -> str:
+    if config["model_type"] in ("qwen3_5_text", "qwen3_5_moe_text"):
+        return re.sub(r"^model\.", "model.language_model.", name)
+    if config["model_type"] == "granitemoehybrid":
+        name = name.replace("moe.input_linear.weight", "moe.experts.gate_up_proj")
+        name = name.replace("moe.output_linear.weight", "moe.experts.down_proj")
+        return name.replace("router.layer.", "router.")
+    return name
 
 
 def released_config(config: dict[str, object]) -> dict[str, object]:
@@ -241,9 +264,11 @@ def released_config(config: dict[str, object]) -> dict[str, object]:
     return old
 
 
-def _released_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The experts' other spelling: fused where transformers wrote one tensor each, and the other way round."""
+def _with_fused_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts in one tensor where transformers wrote one each, and the draft head that Qwen's releases hold as well."""
     out: dict[str, Tensor] = {}
+    if any("linear_attn" in name for name in tensors):
+        out |= {"mtp.fc.weight": torch.ones(2, 2), "mtp.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}
     fused: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in tensors.items():
         single = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
@@ -256,11 +281,6 @@ def _released_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         out[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([one["gate"], one["up"]]) for one in ordered])
         out[f"{prefix}.down_proj"] = torch.stack([one["down"] for one in ordered])
     return out
-
-
-def _extra_tensors(architecture: str) -> dict[str, Tensor]:
-    """What Qwen's releases hold beside the model."""
-    return {"mtp.fc.weight": torch.ones(2, 2), "mtp.layers.0.mlp.up_proj.weight": torch.ones(2, 2)} if "Qwen3_5" in architecture else {}
 
 
 def read_config(folder: Path) -> dict[str, object]:

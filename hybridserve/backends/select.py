@@ -68,9 +68,7 @@ BACKENDS: tuple[Backend, ...] = (
 )
 
 
-def select(
-    device: torch.device, dtype: torch.dtype, forced: Sequence[str], backends: Sequence[Backend] = BACKENDS
-) -> Selection:
+def select(device: torch.device, dtype: torch.dtype, forced: Sequence[str], backends: Sequence[Backend] = BACKENDS) -> Selection:
     """Choose a backend for every operation: the first in `backends` that offers it, or the forced one.
 
     An entry of `forced` is `operation=backend`, or `backend` for all operations that this backend has. Raises
@@ -107,9 +105,7 @@ def _parse(forced: Sequence[str], backends: Sequence[str]) -> tuple[tuple[str, .
         elif operation not in OPERATIONS:
             raise UsageError(f"--backend {entry!r}: unknown operation {operation!r}; known: {', '.join(OPERATIONS)}")
         elif for_one.setdefault(operation, name) != name:
-            raise UsageError(
-                f"--backend forces {operation} to both {for_one[operation]!r} and {name!r}; keep one of them"
-            )
+            raise UsageError(f"--backend forces {operation} to both {for_one[operation]!r} and {name!r}; keep one of them")
     if len(set(for_all)) > 1:
         raise UsageError(f"--backend forces all operations to both {for_all[0]!r} and {for_all[1]!r}; keep one of them")
     return tuple(for_all[:1]), for_one

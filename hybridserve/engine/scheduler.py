@@ -1,8 +1,8 @@
 """Which requests compute how many tokens in the next step.
 
 Owns the queue of waiting requests, the seats of running ones and the order among them. Asks `KVCacheCoordinator` for memory and
-knows pages only through it. No prefill or decode phase: a request has tokens that are known and not yet computed, one for a decoding
-request, many for a fresh one, and a step computes as many as the budget leaves. No torch.
+knows pages only through it. No prefill or decode phase: a request has tokens that are known and not yet computed, one for a
+decoding request, many for a fresh one, and a step computes as many as the budget leaves. No torch.
 """
 
 import heapq
@@ -40,6 +40,7 @@ class Plan:
     counts: Ints  # tokens to compute now, at least 1
     samples: NDArray[np.bool_]  # whether the last known token is among them, so that a next one is chosen
     memory: StepMemory
+    seated: tuple[int, ...] = ()  # seats that were taken for this step
 
     @property
     def num_tokens(self) -> int:
@@ -83,6 +84,7 @@ class Scheduler:
         # Set when memory did not suffice for the head of the queue: trying again is in vain until something is given back.
         self._is_blocked = False
         self._failed: list[Ended] = []
+        self._seated: list[int] = []
 
     @property
     def num_running(self) -> int:
@@ -178,6 +180,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, with its memory taken; None when nothing can run."""
+        self._seated = []
         counts = self._share_budget()
         preempted = self._reserve(counts)
         if preempted:
@@ -191,7 +194,7 @@ class Scheduler:
         seats, counts = self._order[chosen], counts[chosen]
         starts = self.seats.num_computed[seats]
         memory = self._coordinator.address(seats, starts, counts)
-        return Plan(seats, starts, counts, starts + counts == self.seats.num_tokens[seats], memory)
+        return Plan(seats, starts, counts, starts + counts == self.seats.num_tokens[seats], memory, tuple(self._seated))
 
     def _share_budget(self) -> Ints:
         """Tokens for each running seat: one for each that decodes, what is left to the others in order."""
@@ -231,7 +234,7 @@ class Scheduler:
     def _admit(self, counts: Ints) -> Ints:
         """Seat waiting requests while budget, seats and memory last. Returns the counts with theirs appended."""
         left = self.limits.max_num_batched_tokens - int(counts.sum())
-        seated: list[int] = []
+        seated = self._seated
         new_counts: list[int] = []
         if not len(self._order):
             self._is_blocked = False

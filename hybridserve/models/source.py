@@ -88,12 +88,18 @@ def _read_config_only(source: str, path: Path, load_format: str) -> ModelFolder:
 
 def _read_json(path: Path) -> dict[str, object]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_hook=_with_floats)
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{path.name} is not valid JSON: {str(error)[:200]}; download the file again") from error
     if not isinstance(content, dict):
         raise WeightsError(f"{path.name} holds {type(content).__name__}, not an object of keys; download the file again")
     return content
+
+
+def _with_floats(values: dict[str, object]) -> object:
+    """Numbers that JSON has no word for, as transformers writes them: ``{"__float__": "Infinity"}``."""
+    name = values.get("__float__")
+    return float(name) if len(values) == 1 and name in ("Infinity", "-Infinity", "NaN") else values
 
 
 def _fetch(repo_id: str, *, with_weights: bool) -> Path:

@@ -6,7 +6,8 @@ Observed from the event loop alone, so nothing here locks.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -20,7 +21,10 @@ _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
 _REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _TOKENS = tuple(2**power for power in range(20))
 
-_GAUGES = {
+#: Name -> help text and where the value is.
+_Sources: TypeAlias = dict[str, tuple[str, Callable[[EngineStats], float]]]
+
+_GAUGES: _Sources = {
     "num_requests_running": ("Requests that compute.", lambda stats: stats.num_running),
     "num_requests_waiting": ("Requests that wait for a place.", lambda stats: stats.num_waiting),
     "kv_cache_usage_perc": ("Share of blocks in use, 1 is all.", lambda stats: _share(stats.blocks_used, stats.blocks_total)),
@@ -33,7 +37,7 @@ _GAUGES = {
     "superpages_free": ("Superpages that no group has taken.", lambda stats: stats.superpages_free),
     "superpages_total": ("Superpages of the arena.", lambda stats: stats.superpages_total),
 }
-_COUNTERS = {
+_COUNTERS: _Sources = {
     "engine_steps": ("Passes of the engine loop.", lambda stats: stats.num_steps),
     "num_preemptions": ("Requests put back to waiting because memory ran out.", lambda stats: stats.num_preemptions),
     "prompt_tokens": ("Prompt tokens of admitted requests.", lambda stats: stats.num_prompt_tokens),

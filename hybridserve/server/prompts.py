@@ -36,12 +36,13 @@ async def completion_prompts(service: Service, request: CompletionRequest) -> li
     items: Sequence[str | int | list[int]] = [given] if isinstance(given, str) else given
     if not items:
         raise RequestError("prompt is empty; give a text, a list of texts, or token ids", param="prompt")
-    if all(isinstance(item, int) for item in items):
-        items = [list(items)]  # type: ignore[list-item]  # just checked
+    ids = [item for item in items if isinstance(item, int)]
+    if len(ids) == len(items):
+        items = [ids]
     if len(items) > MAX_PROMPTS:
         raise RequestError(f"prompt holds {len(items)} prompts; at most {MAX_PROMPTS} in one request", param="prompt")
     texts = [item for item in items if isinstance(item, str)]
-    if len(texts) not in (0, len(items)) or any(isinstance(item, int) for item in items):
+    if len(texts) not in (0, len(items)) or len(ids) not in (0, len(given)):
         raise RequestError("prompt mixes texts and token ids; send one kind", param="prompt")
     if not texts:
         return [Prompt(checked_ids(service, item, "prompt")) for item in items if isinstance(item, list)]
@@ -122,7 +123,7 @@ def cache_hints(fields: GenerationFields, prompt: Prompt) -> CacheHints:
 def checked_ids(service: Service, ids: Sequence[int], param: str) -> list[int]:
     """Token ids that the model knows. Raises RequestError."""
     size = service.client.info.vocab_size
-    if ids and not (0 <= min(ids) and max(ids) < size):
+    if ids and not (min(ids) >= 0 and max(ids) < size):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < size)
         raise RequestError(f"{param} holds token id {wrong}; this model's ids are from 0 to {size - 1}", param=param)
     return _not_empty(list(ids), param)

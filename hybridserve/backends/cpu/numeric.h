@@ -27,7 +27,7 @@ struct bf16 {
     uint16_t bits;
 };
 
-typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef float vf __attribute__((vector_size(LANES * 4), may_alias));
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
 typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
@@ -101,6 +101,9 @@ static inline void store(bf16 *p, vf v) {
     vh half = __builtin_convertvector(rounded, vh);
     memcpy(p, &half, sizeof half);
 }
+// To memory that is aligned to whole vectors: on some processors the other form is two stores.
+static inline void store_aligned(float *p, vf v) { *(vf *)__builtin_assume_aligned(p, sizeof v) = v; }
+static inline vf load_aligned(const float *p) { return *(const vf *)__builtin_assume_aligned(p, sizeof(vf)); }
 template <class T> static inline void store_first(T *p, vf v, int64_t n) {
     T padded[LANES];
     store(padded, v);

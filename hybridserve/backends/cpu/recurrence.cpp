@@ -9,9 +9,10 @@ using namespace hybridserve;
 
 namespace {
 
-// Rows of the batch that are prepared together, and state rows that are updated together.
+// Rows of the batch that are prepared together; state rows that are updated together, in groups that fill the vector registers.
 constexpr int64_t CHUNK = 16;
-constexpr int STATE_ROWS = 4;
+constexpr int STATE_ROWS = 8;
+constexpr int GROUPS = 2;
 
 struct Rows {
     elements data;
@@ -88,59 +89,92 @@ void prepare(const Recurrence &r, int64_t first, int64_t head, Chunk &c) {
     }
 }
 
-// Takes R state rows through the chunk: S <- S decay; u = beta (v - S k), or v; S <- S + u k^T; y = S q. The update by one row of the
-// batch and the products with the next are one walk. v, y: [CHUNK, stride] at this state row; work: [R, padded].
-template <int R, bool DELTA, bool PER_CHANNEL>
-void update_rows(const Chunk &c, Place from, Place to, float *work, const float *v, float *y, int64_t stride) {
-    vf u[R] = {};
-    for (int64_t t = 0; t < c.count; t++) {
-        const float *q = c.q + t * c.padded, *k = c.k + t * c.padded, *before = k - c.padded;
-        const float *decay = c.decay + (PER_CHANNEL ? t * c.padded : t);
-        vf fade = splat(*decay);
-        vf with_k[R] = {}, with_q[R] = {};
-        for (int64_t i = 0; i < c.padded; i += LANES) {
-            if (PER_CHANNEL)
-                fade = load(decay + i);
-            vf ki = load(k + i), qi = load(q + i);
-            for (int r = 0; r < R; r++) {
-                vf s = t == 0 ? load(from.rows + r * from.stride + i) : fma(u[r], load(before + i), load(work + r * c.padded + i));
-                s = s * fade;
-                store(work + r * c.padded + i, s);
-                if (DELTA)
-                    with_k[r] = fma(s, ki, with_k[r]);
-                with_q[r] = fma(s, qi, with_q[r]);
-            }
-        }
-        float seen[R], answer[R];
-        if constexpr (R == 4) {
-            v4 k4 = sum_lanes(with_k[0], with_k[1], with_k[2], with_k[3]), q4 = sum_lanes(with_q[0], with_q[1], with_q[2], with_q[3]);
-            memcpy(seen, &k4, 16);
-            memcpy(answer, &q4, 16);
-        } else
-            for (int r = 0; r < R; r++) {
-                seen[r] = sum_lanes(with_k[r]);
-                answer[r] = sum_lanes(with_q[r]);
-            }
+// S <- (S + u before^T) decay in work, then S k and S q. Of the first row in a chunk S comes from elsewhere and u is nothing.
+template <int R, bool FIRST, bool DELTA, bool PER_CHANNEL>
+static inline void walk(const Chunk &c, int64_t t, Place from, float *work, const float *u, vf *with_k, vf *with_q) {
+    const float *q = c.q + t * c.padded, *k = c.k + t * c.padded, *before = k - c.padded;
+    const float *decay = c.decay + (PER_CHANNEL ? t * c.padded : t);
+    vf fade = splat(*decay), add[R], sum_k[R] = {}, sum_q[R] = {};
+    for (int r = 0; r < R; r++)
+        add[r] = splat(u[r]);
+    for (int64_t i = 0; i < c.padded; i += LANES) {
+        if (PER_CHANNEL)
+            fade = load_aligned(decay + i);
+        vf ki = load_aligned(k + i), qi = load_aligned(q + i), last = FIRST ? vf{} : load_aligned(before + i);
         for (int r = 0; r < R; r++) {
-            float value = v[t * stride + r];
-            float added = DELTA ? c.beta[t] * (value - seen[r]) : value;
-            y[t * stride + r] = fmaf(added, c.overlap[t], answer[r]);
-            u[r] = splat(added);
+            float *row = work + r * c.padded + i;
+            vf s;
+            if (FIRST) {
+                const float *source = from.rows + r * from.stride + i;
+                __builtin_prefetch(source + R * from.stride);
+                s = load(source);
+            } else
+                s = fma(add[r], last, load_aligned(row));
+            s = s * fade;
+            store_aligned(row, s);
+            if (DELTA)
+                sum_k[r] = fma(s, ki, sum_k[r]);
+            sum_q[r] = fma(s, qi, sum_q[r]);
         }
     }
+    for (int r = 0; r < R; r++) {
+        with_k[r] = sum_k[r];
+        with_q[r] = sum_q[r];
+    }
+}
+
+// What a row of the batch adds to R state rows, u = beta (v - S k) or v, and its answers y = S q + u (k . q).
+template <int R, bool DELTA>
+static inline void conclude(const Chunk &c, int64_t t, const vf *with_k, const vf *with_q, const float *v, float *y, float *u) {
+    float seen[R] = {}, answer[R];
+    if constexpr (R == 4) {
+        v4 q = sum_lanes(with_q[0], with_q[1], with_q[2], with_q[3]);
+        memcpy(answer, &q, 16);
+        if (DELTA) {
+            v4 k = sum_lanes(with_k[0], with_k[1], with_k[2], with_k[3]);
+            memcpy(seen, &k, 16);
+        }
+    } else
+        for (int r = 0; r < R; r++) {
+            answer[r] = sum_lanes(with_q[r]);
+            seen[r] = sum_lanes(with_k[r]);
+        }
+    for (int r = 0; r < R; r++) {
+        u[r] = DELTA ? c.beta[t] * (v[r] - seen[r]) : v[r];
+        y[r] = fmaf(u[r], c.overlap[t], answer[r]);
+    }
+}
+
+// Takes GROUPS times R state rows through the chunk: S <- S decay; S <- S + u k^T; y = S q. While one group's sums end, the next
+// one's walk has begun. v, y: [CHUNK, stride] at the first state row; work: [GROUPS * R, padded].
+template <int GROUPS, int R, bool DELTA, bool PER_CHANNEL>
+void update_rows(const Chunk &c, Place from, Place to, float *work, const float *v, float *y, int64_t stride) {
+    float u[GROUPS][R] = {};
+    vf with_k[R], with_q[R];
+    for (int g = 0; g < GROUPS; g++) {
+        walk<R, true, DELTA, PER_CHANNEL>(c, 0, from.at(g * R), work + g * R * c.padded, u[g], with_k, with_q);
+        conclude<R, DELTA>(c, 0, with_k, with_q, v + g * R, y + g * R, u[g]);
+    }
+    for (int64_t t = 1; t < c.count; t++)
+        for (int g = 0; g < GROUPS; g++) {
+            walk<R, false, DELTA, PER_CHANNEL>(c, t, from, work + g * R * c.padded, u[g], with_k, with_q);
+            conclude<R, DELTA>(c, t, with_k, with_q, v + t * stride + g * R, y + t * stride + g * R, u[g]);
+        }
     const float *last = c.k + (c.count - 1) * c.padded;
-    for (int64_t i = 0; i < c.padded; i += LANES)
-        for (int r = 0; r < R; r++)
-            store(to.rows + r * to.stride + i, fma(u[r], load(last + i), load(work + r * c.padded + i)));
+    for (int r = 0; r < GROUPS * R; r++) {
+        vf add = splat(u[r / R][r % R]);
+        for (int64_t i = 0; i < c.padded; i += LANES)
+            store(to.rows + r * to.stride + i, fma(add, load_aligned(last + i), load_aligned(work + r * c.padded + i)));
+    }
 }
 
 template <bool DELTA, bool PER_CHANNEL>
 void update_block(const Chunk &c, Place from, Place to, int64_t count, float *work, const float *v, float *y, int64_t stride) {
     int64_t r = 0;
     for (; r + STATE_ROWS <= count; r += STATE_ROWS)
-        update_rows<STATE_ROWS, DELTA, PER_CHANNEL>(c, from.at(r), to.at(r), work, v + r, y + r, stride);
+        update_rows<GROUPS, STATE_ROWS / GROUPS, DELTA, PER_CHANNEL>(c, from.at(r), to.at(r), work, v + r, y + r, stride);
     for (; r < count; r++)
-        update_rows<1, DELTA, PER_CHANNEL>(c, from.at(r), to.at(r), work, v + r, y + r, stride);
+        update_rows<1, 1, DELTA, PER_CHANNEL>(c, from.at(r), to.at(r), work, v + r, y + r, stride);
 }
 
 void update_block(const Recurrence &rec, const Chunk &c, Place from, Place to, int64_t count, float *work, const float *v, float *y,
@@ -231,7 +265,7 @@ void run_block(const Recurrence &r, const Slots &slots, const Sequence &sequence
 void run(const Recurrence &r, const StateTable &table) {
     Slots slots(table, r.pool, r.slot_nbytes, r.heads * r.value_size * r.key_size * 4);
     int64_t pairs = table.num_sequences * r.heads, block = r.value_size;
-    while (pairs * ((r.value_size + block - 1) / block) < 4 * r.threads && block > 2 * STATE_ROWS)
+    while (pairs * ((r.value_size + block - 1) / block) < 4 * r.threads && block > STATE_ROWS)
         block = round_up(block / 2, STATE_ROWS);
     int64_t blocks = (r.value_size + block - 1) / block;
 #pragma omp parallel num_threads(r.threads) if (r.threads > 1)

@@ -69,14 +69,6 @@ class _Cut:
     count: int  # chunks
 
 
-def decode_grid(batch: Batch, table: StateTable) -> Grid:
-    """The grid of a batch whose sequences have one row each: chunks of one row. Needs no copy from the host."""
-    rows = torch.arange(batch.num_sequences, device=batch.cu_seqlens.device)
-    writes = torch.arange(len(table.write_rows_host), device=rows.device)
-    rank = Rank(0, batch.num_sequences, writes, table.write_rows, ())
-    return Grid(rows, rows[:, None], None, (rank,))
-
-
 def grid_of(batch: Batch, table: StateTable, sequences: Sequence[int], chunk: int) -> Grid:
     """The grid of some of a batch's sequences (at least one) with chunks of `chunk` rows."""
     cuts = sorted((_cut(batch, sequence, chunk) for sequence in sequences), key=lambda cut: -cut.count)

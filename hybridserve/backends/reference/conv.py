@@ -38,10 +38,11 @@ def short_conv(
     before = starts[:-1] + torch.arange(batch.num_sequences, device=x.device) * past  # [S]
     history[before[:, None] + torch.arange(past, device=x.device)] = start_states(window, table).to(x.dtype)
 
+    wide = history.float()
     ends = len(history) - past  # taps run over all of the history; outputs across a border are not picked
     y = torch.zeros(ends, x.shape[1], dtype=torch.float32, device=x.device)
     for tap in range(width):
-        y.addcmul_(history[tap : tap + ends].float(), weight[:, tap].float())
+        y.addcmul_(wide[tap : tap + ends], weight[:, tap].float())
     y = y[place - past]
     if bias is not None:
         y += bias.float()

@@ -6,6 +6,8 @@ Letters beside those of `ops.py`: M chunks, C rows in a chunk. G is the sum of l
 and including a row, in fp64: differences of sums, once rounded, would lose the small decays that follow a large one.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,38 +27,41 @@ def factor(log_factor: Tensor) -> Tensor:
     return log_factor.float().exp()
 
 
-def pair_scores(left: Tensor, k: Tensor, sums: Tensor) -> Tensor:
-    """sum over c of left_ic k_jc exp(G_ic - G_jc) for j <= i, zero for j > i.
+def pair_scores(lefts: Sequence[Tensor], k: Tensor, sums: Tensor) -> list[Tensor]:
+    """sum over c of left_ic k_jc exp(G_ic - G_jc) for j <= i, zero for j > i, for each of `lefts`.
 
-    left: [*, M, H, C, K]; k: [M, H, C, K]; sums: [M, H, C, 1] (per head) or [M, H, C, K] (per channel). Returns [*, M,
-    H, C, C].
+    Each left, k: [M, H, C, K]; sums: [M, H, C, 1] (per head) or [M, H, C, K] (per channel). Returns [M, H, C, C] each.
     """
-    return _per_head(left, k, sums) if sums.shape[-1] == 1 else _per_channel(left, k, sums)
+    return _per_head(lefts, k, sums) if sums.shape[-1] == 1 else _per_channel(lefts, k, sums)
 
 
-def _per_head(left: Tensor, k: Tensor, sums: Tensor) -> Tensor:
+def _per_head(lefts: Sequence[Tensor], k: Tensor, sums: Tensor) -> list[Tensor]:
     """`pair_scores` with sums: [M, H, C, 1]: the decay leaves the product."""
     between = sums - sums.mT  # [M, H, C, C]
     later = torch.ones(between.shape[-2:], dtype=torch.bool, device=k.device).triu(1)
-    return left @ k.mT * factor(between.masked_fill_(later, -torch.inf))
+    decays = factor(between.masked_fill_(later, -torch.inf))
+    return [(left @ k.mT).mul_(decays) for left in lefts]
 
 
-def _per_channel(left: Tensor, k: Tensor, sums: Tensor) -> Tensor:
+def _per_channel(lefts: Sequence[Tensor], k: Tensor, sums: Tensor) -> list[Tensor]:
     """`pair_scores` with sums: [M, H, C, K], C a multiple of PART.
 
     Within a part pair by pair; between parts relative to the sum at the end of the part before, so that the exponents
     of both factors are at most 0.
     """
     num_rows = k.shape[-2]
-    scores = left.new_zeros(*left.shape[:-1], num_rows)
+    scores = [left.new_zeros(*left.shape[:-1], num_rows) for left in lefts]
     for first in range(0, num_rows, PART):
         part = slice(first, first + PART)
         if first:
             at = sums[..., first - 1 : first, :]
-            towards = left[..., part, :] * factor(sums[..., part, :] - at)
-            scores[..., part, :first] = towards @ (k[..., :first, :] * factor(at - sums[..., :first, :])).mT
+            to_part = factor(sums[..., part, :] - at)
+            before = (k[..., :first, :] * factor(at - sums[..., :first, :])).mT
+            for score, left in zip(scores, lefts, strict=True):
+                score[..., part, :first] = (left[..., part, :] * to_part) @ before
         for j in range(first, first + PART):
             rest = slice(j, first + PART)
             faded = k[..., j : j + 1, :] * factor(sums[..., rest, :] - sums[..., j : j + 1, :])
-            scores[..., rest, j] = (left[..., rest, :] * faded).sum(-1)
+            for score, left in zip(scores, lefts, strict=True):
+                score[..., rest, j] = (left[..., rest, :] * faded).sum(-1)
     return scores

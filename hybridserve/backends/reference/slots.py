@@ -13,6 +13,8 @@ def start_states(pool: Tensor, table: StateTable) -> Tensor:
     """States before the first row of each sequence, as a copy. pool: [L, ...]. Returns [S, ...] in the pool's dtype."""
     if not table.starts_anywhere:
         return pool.new_zeros(len(table.starts_host), *pool.shape[1:])
+    if NO_SLOT not in table.starts_host:
+        return pool[table.start_slots]
     states = pool[table.start_slots.clamp(min=0)]
     fresh = (table.start_slots == NO_SLOT).view(-1, *(1 for _ in pool.shape[1:]))
     # By filling, not by multiplying: a slot that is nobody's may hold NaN.

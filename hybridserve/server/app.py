@@ -1,0 +1,138 @@
+"""The ASGI application: routes, the gate around them, and nothing else.
+
+Owns the list of routes. Must not know how any is answered. Called by `run.py` and by tests.
+"""
+
+import importlib.metadata
+import time
+from collections.abc import Mapping
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from hybridserve.config import ServerSettings
+from hybridserve.engine.chat import ChatTemplate
+from hybridserve.engine.messages import EngineClient
+from hybridserve.engine.text import Tokenizer
+from hybridserve.errors import HybridServeError, NotFoundError, RequestError
+from hybridserve.server.fault import error_body
+from hybridserve.server.gate import Gate
+from hybridserve.server.lifecycle import Lifecycle
+from hybridserve.server.metrics import Metrics
+from hybridserve.server.openapi import openapi
+from hybridserve.server.page import Page
+from hybridserve.server.routes import Endpoint, Routes
+from hybridserve.server.service import Service
+from hybridserve.server.status import StatusRoutes
+from hybridserve.server.workers import Workers
+
+
+class MethodError(RequestError):
+    """The route exists, but not with this method."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    settings: ServerSettings,
+    model_name: str,
+    *,
+    template: ChatTemplate | None = None,
+    sampling_defaults: Mapping[str, float | int] | None = None,
+    is_caching_prefixes: bool = True,
+    lifecycle: Lifecycle | None = None,
+) -> FastAPI:
+    """The application that serves one engine. Its port should be bound only once the engine is ready.
+
+    `sampling_defaults` are the model's own (generation_config.json). `lifecycle` is shared with whoever drains the server.
+    """
+    metrics = Metrics(model_name, client.info)
+    service = Service(
+        client=client,
+        tokenizer=tokenizer,
+        template=template,
+        settings=settings,
+        model_name=model_name,
+        sampling_defaults=dict(sampling_defaults or {}),
+        is_caching_prefixes=is_caching_prefixes,
+        workers=Workers(),
+        lifecycle=lifecycle or Lifecycle(),
+        metrics=metrics,
+        created=int(time.time()),
+    )
+    app = FastAPI(title="hybridserve", docs_url=None, redoc_url=None)
+    document = openapi(importlib.metadata.version("hybridserve"))
+    app.openapi = lambda: document  # type: ignore[method-assign]  # as FastAPI's documentation does it
+    app.router.routes.extend(_routes(service))
+    app.add_exception_handler(HTTPException, _routing_error)
+    app.add_middleware(
+        Gate,
+        keys=settings.api_key,
+        allowed_origins=settings.allowed_origins,
+        max_body_nbytes=settings.max_body_nbytes,
+        metrics=metrics,
+    )
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "x-hybridserve-ignored", "retry-after"],
+        )
+    return app
+
+
+def _routes(service: Service) -> list[Route]:
+    routes, status = Routes(service), StatusRoutes(service)
+    posts: dict[str, Endpoint] = {
+        "/v1/completions": routes.completions,
+        "/v1/chat/completions": routes.chat_completions,
+        "/tokenize": routes.tokenize,
+        "/detokenize": routes.detokenize,
+    }
+    gets: dict[str, Endpoint] = {
+        "/v1/models": status.models,
+        "/v1/models/{model_id:path}": status.model,
+        "/v1/limits": status.limits,
+        "/health": status.health,
+        "/ready": status.ready,
+        "/version": status.version,
+        "/metrics": status.metrics,
+    }
+    if service.settings.ui:
+        gets["/"] = Page()
+    return [
+        *(Route(path, _Raw(endpoint), methods=["POST"]) for path, endpoint in posts.items()),
+        *(Route(path, _Raw(endpoint), methods=["GET"]) for path, endpoint in gets.items()),
+    ]
+
+
+class _Raw:
+    """An ASGI endpoint as an object, since a route wraps plain functions into request and response."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._endpoint(scope, receive, send)
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
+    """Errors of the router itself, in the shape of all others."""
+    assert isinstance(error, HTTPException), "registered for it alone"
+    path = request.url.path[:128]
+    fault: HybridServeError
+    if error.status_code == 405:
+        fault = MethodError(f"{path} does not take {request.method}; see /openapi.json")
+    else:
+        fault = NotFoundError(f"there is no route {path}; see /openapi.json", code="route_not_found")
+    return Response(error_body(fault), fault.status, headers=error.headers, media_type="application/json")

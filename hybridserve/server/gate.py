@@ -1,0 +1,141 @@
+"""What every request passes before its route: a request id, the key, the origin; and what every error becomes after it.
+
+Owns authentication and the error border, as one pure ASGI middleware (a middleware that wraps the response hides disconnects).
+Must not know routes beyond the public ones. Built by `app.py`.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+import os
+import re
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hybridserve.errors import AuthenticationError, HybridServeError, OverloadedError, PayloadTooLargeError, RequestError
+from hybridserve.server.fault import send_error, told
+from hybridserve.server.metrics import Metrics
+
+#: Routes that need no key: a probe or a load balancer has none.
+PUBLIC_PATHS = frozenset({"/health", "/ready", "/version"})
+#: A client's own request id is taken over when it looks like one.
+_REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
+
+log = logging.getLogger("hybridserve.server")
+
+
+class OriginError(RequestError):
+    """A browser sent this request for a page of another site."""
+
+    status = 403
+    kind = "permission_error"
+    code = "origin_not_allowed"
+
+
+class Gate:
+    """Middleware around all routes."""
+
+    def __init__(
+        self, app: ASGIApp, *, keys: Sequence[str], allowed_origins: Sequence[str], max_body_nbytes: int, metrics: Metrics
+    ) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._allowed_origins = frozenset(allowed_origins)
+        self._max_body_nbytes = max_body_nbytes
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        request_id = _request_id(headers.get(b"x-request-id", ""))
+        has_started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                self._metrics.responses[str(message["status"])] += 1
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            self._check(scope, headers)
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            fault = told(error)
+            self._note(fault, request_id)
+            if not has_started:
+                await send_error(fault, send_with_id)
+
+    def _check(self, scope: Scope, headers: dict[bytes, str]) -> None:
+        if scope["path"] not in PUBLIC_PATHS:
+            self._check_key(headers)
+        origin = headers.get(b"origin")
+        if origin is not None and scope["method"] not in ("GET", "HEAD"):
+            self._check_origin(origin, headers.get(b"host", ""))
+        length = headers.get(b"content-length", "0")
+        if not length.isdecimal() or int(length) > self._max_body_nbytes:
+            raise too_large(self._max_body_nbytes)
+
+    def _check_key(self, headers: dict[bytes, str]) -> None:
+        if not self._digests:
+            return
+        scheme, _, given = headers.get(b"authorization", "").partition(" ")
+        if scheme.lower() == "basic":  # what browsers send for the chat page; any user name
+            given = _password(given)
+        digest = hashlib.sha256(given.strip().encode()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if not given or not any(matches):
+            said = "the API key is wrong" if given else "an API key is needed"
+            raise AuthenticationError(f"{said}; send it as 'Authorization: Bearer KEY'")
+
+    def _check_origin(self, origin: str, host: str) -> None:
+        is_same = origin.partition("://")[2] == host
+        if not is_same and not self._allowed_origins & {origin, "*"}:
+            raise OriginError(f"pages of {origin[:128]!r} may not call this server; allow them with --allowed-origins")
+
+    def _note(self, fault: HybridServeError, request_id: str) -> None:
+        if isinstance(fault, OverloadedError):
+            self._metrics.rejected[fault.code or "overloaded"] += 1
+        if fault.status >= 500:
+            log.warning("request %s ended with %d: %s", request_id, fault.status, fault)
+
+
+async def read_body(receive: Receive, limit: int) -> bytes:
+    """A request's whole body. Raises PayloadTooLargeError beyond `limit` bytes, RequestError when the client leaves."""
+    parts = []
+    total = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise RequestError("the client left before the body was complete")
+        part = message.get("body", b"")
+        total += len(part)
+        if total > limit:
+            raise too_large(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def too_large(limit: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"the body is larger than {limit} bytes; send less or raise --max-body-nbytes")
+
+
+def _request_id(given: str) -> str:
+    return given if _REQUEST_ID.fullmatch(given) else os.urandom(12).hex()
+
+
+def _password(encoded: str) -> str:
+    try:
+        return base64.b64decode(encoded, validate=True).decode("utf-8", "replace").partition(":")[2]
+    except binascii.Error:
+        return ""

@@ -1,0 +1,165 @@
+"""One choice of a request: the engine's outputs as text.
+
+Owns the detokeniser, the counts and the end of one sequence. Must not know wire formats. The streaming and the collecting
+routes both read `Choice.deltas`, so a stream and a whole reply cannot differ.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+import msgspec
+
+from hybridserve.engine.messages import EngineClient
+from hybridserve.engine.text import Detokenizer, Tokenizer
+from hybridserve.errors import DeadlineError, EngineError, HybridServeError, OverloadedError
+from hybridserve.request import EngineRequest, RequestOutput, TokenLogprob
+from hybridserve.server.metrics import Metrics
+from hybridserve.server.prompts import Prompt
+
+
+class Delta(msgspec.Struct):
+    """What became certain at once: text, and the tokens that were generated, whose text may come later."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def extend(self, later: "Delta") -> None:
+        """Merge what came next into this."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+
+
+class Choice:
+    """One sequence of a request, from submission to finish."""
+
+    def __init__(
+        self, index: int, prompt: Prompt, request: EngineRequest, tokenizer: Tokenizer, metrics: Metrics, arrival: float
+    ) -> None:
+        sampling = request.sampling
+        self.index = index
+        self.prompt = prompt
+        self.request = request
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.explanation: dict[str, int | str] | None = None
+        self._metrics = metrics
+        self._arrival = arrival  # on the clock of time.monotonic
+        self._last: float | None = None  # when the last token came
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            stop=sampling.stop,
+            include_stop_str_in_output=sampling.include_stop_str_in_output,
+            skip_special_tokens=sampling.skip_special_tokens,
+            min_tokens=sampling.min_tokens,
+        )
+
+    async def deltas(self, client: EngineClient) -> AsyncGenerator[Delta, None]:
+        """Submit the request and yield what it says; the last delta has a finish reason.
+
+        Closing this closes the engine's iterator, which aborts the request. A stop string does the same. Raises what the
+        engine's client raises, EngineError when the engine failed the request, DeadlineError when it ran out of time.
+        """
+        is_finished = False
+        async with aclosing(client.submit(self.request)) as outputs:
+            async for output in outputs:
+                delta = self._take(output)
+                is_finished = delta.finish_reason is not None
+                yield delta
+                if self._detokenizer.stop_string is not None:
+                    return
+        if not is_finished:
+            raise EngineError("the engine ended this request without a reason")
+
+    def _take(self, output: RequestOutput) -> Delta:
+        if output.finish_reason in ("error", "abort", "timeout"):
+            self._metrics.finished[output.finish_reason] += 1
+            raise _failure(output)
+        self._note_once(output)
+        ids = output.new_token_ids
+        self._measure(len(ids))
+        spoken = ids
+        ends_with_stop_token = output.stop_token_id is not None and bool(ids) and ids[-1] == output.stop_token_id
+        if ends_with_stop_token and not self.request.sampling.include_stop_str_in_output:
+            spoken = ids[:-1]
+        before = self._detokenizer.num_tokens
+        text = self._detokenizer.push(spoken)
+        if output.finish_reason is not None:
+            text += self._detokenizer.finish()
+        delta = Delta(text, ids, output.logprobs or [], output.finish_reason)
+        if self._detokenizer.stop_string is not None:
+            count = self._detokenizer.num_tokens - before
+            delta = Delta(text, ids[:count], delta.logprobs[:count], "stop", self._detokenizer.stop_string)
+        elif output.stop_token_id in self.request.sampling.stop_token_ids:
+            delta.stop_reason = output.stop_token_id
+        self.num_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._measure_finish(delta.finish_reason)
+        return delta
+
+    def _note_once(self, output: RequestOutput) -> None:
+        if output.num_cached_tokens is not None:
+            self.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.explanation is not None:
+            self.explanation = output.explanation
+
+    def _measure(self, num_new: int) -> None:
+        if not num_new:
+            return
+        now = time.monotonic()
+        if self._last is None:
+            self._metrics.time_to_first_token_s.observe(now - self._arrival)
+        else:
+            self._metrics.inter_token_latency_s.observe((now - self._last) / num_new, num_new)
+        self._last = now
+
+    def _measure_finish(self, reason: str) -> None:
+        self._metrics.finished[reason] += 1
+        self._metrics.e2e_latency_s.observe(time.monotonic() - self._arrival)
+        self._metrics.prompt_tokens.observe(len(self.prompt.token_ids))
+        self._metrics.generation_tokens.observe(self.num_tokens)
+
+
+async def collect(choice: Choice, client: EngineClient) -> Delta:
+    """Everything one choice says, as one delta."""
+    whole = Delta("", [], [])
+    async with aclosing(choice.deltas(client)) as deltas:
+        async for delta in deltas:
+            whole.extend(delta)
+    return whole
+
+
+async def collect_all(choices: Sequence[Choice], client: EngineClient, max_at_once: int) -> list[Delta]:
+    """Everything that all choices say, in order. The first failure ends the others."""
+    if len(choices) == 1:
+        return [await collect(choices[0], client)]
+    gate = asyncio.Semaphore(max_at_once)
+
+    async def one(choice: Choice) -> Delta:
+        async with gate:
+            return await collect(choice, client)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(choice)) for choice in choices]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _failure(output: RequestOutput) -> HybridServeError:
+    if output.finish_reason == "timeout":
+        return DeadlineError("the request ran longer than it may; ask for fewer tokens or raise --request-timeout-s")
+    if output.finish_reason == "abort":
+        return OverloadedError("the request was aborted because the server is shutting down; send it again")
+    return EngineError(output.error or "the engine failed this request")

@@ -1,0 +1,110 @@
+"""Routes that tell about the server: models, limits, health, readiness, version, metrics.
+
+Owns those small replies. Listed by `app.py`.
+"""
+
+import asyncio
+import importlib.metadata
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from hybridserve import request as bounds
+from hybridserve.engine.messages import EngineStats
+from hybridserve.errors import HybridServeError
+from hybridserve.server.fault import send_json
+from hybridserve.server.service import Service
+from hybridserve.server.wire import MAX_MESSAGES, MAX_PROMPTS, MAX_SEQUENCES
+
+#: How long `/metrics` waits for the engine's numbers before it shows the last ones.
+STATS_LIMIT_S = 2.0
+
+
+class StatusRoutes:
+    """Endpoints of one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._version = importlib.metadata.version("hybridserve")
+
+    async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`GET /v1/models`."""
+        await send_json(msgspec.json.encode({"object": "list", "data": [self._card()]}), send)
+
+    async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`GET /v1/models/{id}`."""
+        self._service.check_model(scope["path_params"]["model_id"])
+        await send_json(msgspec.json.encode(self._card()), send)
+
+    async def limits(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`GET /v1/limits`: every bound of a request, and the features that are off with the reason."""
+        info = self._service.client.info
+        settings = self._service.settings
+        reply = {
+            "parameters": {name: {"min": low, "max": high} for name, (low, high) in bounds.LIMITS.items()},
+            "max_model_len": info.max_model_len,
+            "vocab_size": info.vocab_size,
+            "max_num_seqs": info.max_num_seqs,
+            "max_num_queued_reqs": info.max_num_queued_reqs,
+            "max_prompts": MAX_PROMPTS,
+            "max_sequences_per_request": MAX_SEQUENCES,
+            "max_messages": MAX_MESSAGES,
+            "max_stop_strings": bounds.MAX_STOP_STRINGS,
+            "max_stop_string_chars": bounds.MAX_STOP_STRING_CHARS,
+            "max_stop_token_ids": bounds.MAX_STOP_TOKEN_IDS,
+            "max_logit_bias": bounds.MAX_LOGIT_BIAS,
+            "max_cache_salt_chars": bounds.MAX_CACHE_SALT_CHARS,
+            "max_body_nbytes": settings.max_body_nbytes,
+            "request_timeout_s": settings.request_timeout_s,
+            "features_off": info.features_off,
+        }
+        await send_json(msgspec.json.encode(reply), send)
+
+    async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`GET /health`: 200 while this process lives."""
+        await send_json(b'{"status":"ok"}', send)
+
+    async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`GET /ready`: 200 when requests make progress, else 503 with what is the matter."""
+        state = self._service.lifecycle.state(self._service.client)
+        headers = [] if state == "ready" else [(b"retry-after", b"5")]
+        await send_json(msgspec.json.encode({"status": state}), send, status=200 if state == "ready" else 503, headers=headers)
+
+    async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`GET /version`."""
+        await send_json(msgspec.json.encode({"version": self._version}), send)
+
+    async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`GET /metrics` in Prometheus' text format."""
+        body = self._service.metrics.render(await self._stats())
+        headers = [
+            (b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _stats(self) -> EngineStats | None:
+        try:
+            async with asyncio.timeout(STATS_LIMIT_S):
+                return await self._service.client.stats()
+        except (HybridServeError, TimeoutError):
+            return None
+
+    def _card(self) -> dict[str, Any]:
+        info = self._service.client.info
+        return {
+            "id": self._service.model_name,
+            "object": "model",
+            "created": self._service.created,
+            "owned_by": "hybridserve",
+            "root": self._service.model_name,
+            "parent": None,
+            "max_model_len": info.max_model_len,
+            "architecture": info.architecture,
+            "layer_plan": info.layer_plan,
+            "dtype": info.dtype,
+            "num_parameters": info.num_parameters,
+            "has_chat_template": self._service.template is not None,
+        }
