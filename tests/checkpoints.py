@@ -211,7 +211,7 @@ def make(name: str, seed: int = 0) -> tf.PreTrainedModel:
             elif parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
-                parameter.normal_(std=0.5 if "conv" in path else 0.12)
+                parameter.normal_(std=0.5 if "conv" in path else 0.08)
     model.generation_config.eos_token_id = None
     return model
 

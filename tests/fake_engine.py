@@ -1,12 +1,19 @@
 """An `EngineClient` without an engine: scripted tokens, delays and failures, and a record of what it was asked."""
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import hybridserve
+from hybridserve.config import ServerSettings
 from hybridserve.engine.messages import EngineInfo, EngineStats, GroupInfo
+from hybridserve.engine.text import Tokenizer
 from hybridserve.errors import OverloadedError
 from hybridserve.request import EngineRequest, FinishReason, RequestOutput, TokenLogprob
+from hybridserve.server.app import create_app
+from hybridserve.server.run import Launch, serve
 
 
 def make_info(vocab_size: int, max_model_len: int = 256) -> EngineInfo:
@@ -131,3 +138,28 @@ class FakeEngine:
     async def close(self, drain_s: float) -> None:
         self.closed.append(drain_s)
         self.is_alive = False
+
+
+def main(port: str, delay_s: str) -> None:
+    """Serve a fake engine, for tests that need a process to send signals to."""
+    folder = Path(hybridserve.__file__).parent / "demo"
+    tokenizer = Tokenizer.from_folder(folder)
+    tokens = tokenizer.encode("the quick brown fox jumps over the lazy dog ")
+    engine = FakeEngine(make_info(tokenizer.vocab_size), lambda request: Script(tokens * 20, delay_s=float(delay_s)))
+    settings = ServerSettings(port=int(port), drain_timeout_s=20.0)
+
+    async def start() -> FakeEngine:
+        return engine
+
+    launch = Launch(
+        settings,
+        start,
+        lambda client, lifecycle: create_app(client, tokenizer, settings, "fake", lifecycle=lifecycle),
+        lambda client, address: print(address, flush=True),
+    )
+    asyncio.run(serve(launch))
+    print("num_open", engine.num_open, "aborted", len(engine.aborted), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -4,6 +4,7 @@ Owns the situations. Must not know how a backend computes. Used by `test_ops*.py
 the table of `select.py`.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,20 +12,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridserve.backends.offer import Operation
+from hybridserve.backends.offer import Offer, Operation
 from hybridserve.backends.select import BACKENDS
 from hybridserve.batch import NO_SLOT, Batch, StateTable
 from hybridserve.kv.spec import StateSpec, TensorSpec
 from tests.conformance import Rows, build_batch
 
 CPU = torch.device("cpu")
-BACKEND_NAMES = [backend.name for backend in BACKENDS if "cpu" in backend.devices]
 NUM_SLOTS = 12
+
+
+@functools.cache
+def offer_of(backend: str, dtype: torch.dtype) -> Offer:
+    """What a backend offers on the CPU."""
+    return next(row for row in BACKENDS if row.name == backend).offer(CPU, dtype)
+
+
+def over_backends(name: str) -> pytest.MarkDecorator:
+    """Run a test with every backend that implements an operation; one that refuses it, or cannot run, is a visible skip."""
+    offers = {row.name: offer_of(row.name, torch.float32) for row in BACKENDS if "cpu" in row.devices}
+    implemented = [key for key, offer in offers.items() if name in offer.ops or name in offer.refused or not offer.ops]
+    return pytest.mark.parametrize("backend", implemented)
 
 
 def operation(backend: str, name: str, dtype: torch.dtype = torch.float32) -> Operation:
     """The implementation of an operation by one backend on the CPU. Skips the test if this backend has none here."""
-    offer = next(row for row in BACKENDS if row.name == backend).offer(CPU, dtype)
+    offer = offer_of(backend, dtype)
     if name not in offer.ops:
         pytest.skip(f"{backend} has no {name} here: {offer.refused.get(name, offer.reason)}")
     return offer.ops[name]

@@ -137,7 +137,7 @@ def write_header(folder: Path, header: object, data: bytes = b"") -> None:
 @pytest.mark.parametrize(
     ("header", "words"),
     [
-        (b"{", ["JSON"]),
+        (b"{ ", ["JSON"]),
         (b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "a": {}}', ["twice"]),
         ([], ["header"]),
         ({"a": 3}, ["'a'"]),

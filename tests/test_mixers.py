@@ -6,7 +6,7 @@ every option of a config are in use somewhere.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -30,13 +30,15 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp
 
 from hybridserve.backends.ops import Ops
 from hybridserve.backends.select import select
+from hybridserve.batch import NO_SLOT, Batch, LayerCaches
 from hybridserve.errors import UnsupportedModelError
-from hybridserve.mixers import Mixer, MixerConfig, mixers
+from hybridserve.kv.spec import Spec, StateSpec, TensorSpec
+from hybridserve.mixers import Mixer, MixerConfig, RecurrentMixer, States, mixers
 from hybridserve.mixers.attention import AttentionConfig
-from hybridserve.mixers.gated_delta import GatedDeltaConfig
+from hybridserve.mixers.base import dtype_name, empty_parameter
+from hybridserve.mixers.gated_delta import GatedDelta, GatedDeltaConfig
 from hybridserve.mixers.mamba2 import Mamba2Config
 from hybridserve.mixers.rotary import (
-    Llama3Scaling,
     LongRopeScaling,
     Rotary,
     RotaryConfig,
@@ -44,7 +46,22 @@ from hybridserve.mixers.rotary import (
     rope_scaling,
 )
 from hybridserve.mixers.short_conv import ShortConvConfig
-from tests.conformance import ALL_CHECKS, FP32, Bench, Check, Tolerance, blocks_for, build_batch, rows_of, run_whole
+from tests.conformance import (
+    ALL_CHECKS,
+    FP32,
+    Check,
+    Forward,
+    Rows,
+    Tolerance,
+    build_again,
+    build_batch,
+    check_batching,
+    check_chunking,
+    check_slots,
+    check_written_states,
+    rows_of,
+    run_whole,
+)
 
 HIDDEN = 32
 NUM_ROWS = 70
@@ -362,5 +379,273 @@ def test_a_mixer_conforms(name: str, check: Check) -> None:
     check(built(name)[0], FP32)
 
 
+@pytest.mark.parametrize("name", ["attention-qwen3.5-gated-partial", "gated_delta-qwen3.5", "mamba2-granite", "short_conv-lfm2"])
+def test_the_operations_chosen_by_default_serve_the_published_layer(name: str) -> None:
+    mixer, oracle = build(CASES[name], ops=select(torch.device("cpu"), torch.float32, []).ops)
+    x = rows_of(mixer, NUM_ROWS)
+    with torch.no_grad():
+        FP32.check(run_whole(mixer, x)[0], oracle(x), name)
+    for check in (check_chunking, check_batching, check_slots):
+        check(mixer, FP32)
+
+
 def test_every_registered_mixer_has_a_case() -> None:
     assert {case.kind for case in CASES.values()} == set(mixers)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bfloat16_costs_little(name: str) -> None:
+    """Against fp32 with the same weights, rounded: what is left is the rounding of activations and caches."""
+    mixer, _ = build(CASES[name], torch.bfloat16)
+    exact = build_again(built(name)[0])
+    exact.load_state_dict({key: value.float() for key, value in mixer.state_dict().items()})
+    x = rows_of(mixer, NUM_ROWS)
+    actual, expected = run_whole(mixer, x)[0], run_whole(exact, x.float())[0]
+    assert actual.dtype == torch.bfloat16
+    assert (actual.float() - expected).norm() < 0.02 * expected.norm()
+    check_chunking(mixer, Tolerance(atol=0.05, rtol=0.05))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_specs_follow_the_dtype(name: str) -> None:
+    """Caches are in the model's dtype, memories of recurrences in fp32 whatever it is."""
+    case = CASES[name]
+    specs = mixers[case.kind](case.config, reference_ops(), torch.bfloat16).specs()
+    dtypes = {tensor.name: tensor.dtype for spec in specs.values() for tensor in spec.tensors}
+    expected = {"k": "bfloat16", "v": "bfloat16", "conv": "bfloat16", "recurrent": "float32", "ssm": "float32"}
+    assert dtypes == {name: expected[name] for name in dtypes}
+
+
+# --- a layer of a researcher: specs and step, nothing else ---
+
+
+class CountingConfig(MixerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """No options of its own."""
+
+
+class Counting(RecurrentMixer):
+    """y = w (x + mean of all x so far) + x of two tokens ago: two specs, one of them with two tensors."""
+
+    Config = CountingConfig
+    kind = "counting"
+    config: CountingConfig
+
+    def __init__(self, config: CountingConfig, ops: Ops, dtype: torch.dtype) -> None:
+        super().__init__(config, ops, dtype)
+        self.weight = empty_parameter(config.hidden_size, dtype=dtype)
+
+    def specs(self) -> dict[str, Spec]:
+        hidden = self.config.hidden_size
+        mean = StateSpec((TensorSpec("sum", (hidden,), "float32"), TensorSpec("count", (1,), "float32")))
+        return {"mean": mean, "past": StateSpec((TensorSpec("x", (2, hidden), dtype_name(self.dtype)),))}
+
+    def step(self, x: Tensor, states: States) -> tuple[Tensor, States]:
+        total, count = states["mean"]["sum"] + x, states["mean"]["count"] + 1
+        past = states["past"]["x"]
+        y = self.weight * (x + total / count) + past[:, 0]
+        return y, {"mean": {"sum": total, "count": count}, "past": {"x": torch.stack((past[:, 1], x), dim=1)}}
+
+
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_specs_and_step_are_a_complete_layer(check: Check) -> None:
+    mixer = Counting(CountingConfig(hidden_size=HIDDEN), reference_ops(), torch.float32)
+    mixer.weight.data.fill_(0.5)
+    check(mixer, FP32)
+
+
+def test_a_step_layer_computes_what_it_says() -> None:
+    mixer = Counting(CountingConfig(hidden_size=HIDDEN), reference_ops(), torch.float32)
+    mixer.weight.data.fill_(0.5)
+    x = rows_of(mixer, 20)
+    mean = x.cumsum(0) / torch.arange(1, 21)[:, None]
+    past = torch.cat((torch.zeros(2, HIDDEN), x[:-2]))
+    FP32.check(run_whole(mixer, x)[0], 0.5 * (x + mean) + past, "closed form")
+
+
+# --- the kit finds faults ---
+
+
+def ignores_starts(mixer: Mixer, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
+    states = {
+        group: replace(table, start_slots=torch.full_like(table.start_slots, NO_SLOT), starts_host=(NO_SLOT,))
+        for group, table in batch.states.items()
+    }
+    return GatedDelta.forward(mixer, x, replace(batch, states=states), caches)
+
+
+def writes_last_row_only(mixer: Mixer, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
+    states = {group: replace(table, write_rows=batch.cu_seqlens[1:][-1:].long() - 1) for group, table in batch.states.items()}
+    states = {g: replace(t, write_rows=t.write_rows.repeat(len(t.write_slots))) for g, t in states.items()}
+    return GatedDelta.forward(mixer, x, replace(batch, states=states), caches)
+
+
+def writes_its_start(mixer: Mixer, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
+    y = GatedDelta.forward(mixer, x, batch, caches)
+    for group, table in batch.states.items():
+        for cache in (cache for cache in caches.values() if cache.group == group):
+            for pool in cache.tensors.values():
+                pool[table.start_slots[table.start_slots != NO_SLOT]] = 0
+    return y
+
+
+def reads_fresh_slots(mixer: Mixer, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
+    states = {
+        group: replace(table, start_slots=table.start_slots.clamp(min=0), starts_host=tuple(max(0, s) for s in table.starts_host))
+        for group, table in batch.states.items()
+    }
+    return GatedDelta.forward(mixer, x, replace(batch, states=states), caches)
+
+
+def joins_sequences(mixer: Mixer, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
+    y = GatedDelta.forward(mixer, x, batch, caches)
+    return y + 1e-3 * (batch.num_sequences - 1)
+
+
+FAULTS: dict[Forward, Check] = {
+    ignores_starts: check_chunking,
+    writes_last_row_only: check_written_states,
+    writes_its_start: check_slots,
+    reads_fresh_slots: check_chunking,
+    joins_sequences: check_batching,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_kit_finds_a_faulty_layer(fault: Forward) -> None:
+    class Faulty(GatedDelta):
+        forward = fault
+
+    mixer = Faulty(GatedDeltaConfig(**DELTA), reference_ops(), torch.float32)
+    mixer.load_state_dict(built("gated_delta-qwen3.5")[0].state_dict())
+    with pytest.raises(AssertionError):
+        FAULTS[fault](mixer, FP32)
+
+
+# --- rotary ---
+
+ROPES: dict[str, dict[str, object]] = {
+    "default": {},
+    "linear": {"factor": 3.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 512},
+    "yarn-betas": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+    },
+    "yarn-mscale": {
+        "factor": 40.0,
+        "original_max_position_embeddings": 512,
+        "mscale": 0.707,
+        "mscale_all_dim": 1.2,
+    },
+    "yarn-factor-of-length": {"original_max_position_embeddings": 512},
+    "yarn-attention-factor": {"factor": 2.0, "original_max_position_embeddings": 512, "attention_factor": 0.8},
+    "longrope": {
+        "short_factor": [1.0 + 0.05 * i for i in range(16)],
+        "long_factor": [2.0 + 0.5 * i for i in range(16)],
+        "original_max_position_embeddings": 512,
+    },
+}
+MAX_POSITIONS = 2048
+
+
+@pytest.mark.parametrize("partial", [1.0, 0.5])
+@pytest.mark.parametrize("name", ROPES)
+def test_rotation_is_the_published_one(name: str, partial: float) -> None:
+    """Frequencies, amplitude and the rotated part of the head, at positions near and far."""
+    kind, options = name.partition("-")[0], dict(ROPES[name])
+    if kind == "longrope":
+        options = {k: v[: int(16 * partial)] if isinstance(v, list) else v for k, v in options.items()}
+    parameters = {"rope_type": kind, "rope_theta": 1e4, "partial_rotary_factor": partial, **options}
+    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=2, head_dim=32, max_position_embeddings=MAX_POSITIONS)
+    # The config class completes and checks what it is given; the oracle is to see what is on disk.
+    config.rope_parameters = {"factor": None, **parameters} if kind in ("yarn", "longrope") else parameters
+    if kind == "default":
+        inv_freq, amplitude = 1.0 / 1e4 ** (torch.arange(0, 32 * partial, 2) / (32 * partial)), 1.0
+    else:
+        inv_freq, amplitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=MAX_POSITIONS)
+    rotary = Rotary(RotaryConfig(rotary_dim=int(32 * partial), theta=1e4, scaling=rope_scaling(parameters, MAX_POSITIONS)))
+    torch.testing.assert_close(rotary.inv_freq, inv_freq, rtol=2e-6, atol=0)
+
+    q, k = torch.randn(2, 9, 2, 32, generator=torch.Generator().manual_seed(3))
+    batch = build_batch([Rows(9, 2039, blocks=tuple(range(512)))], [])
+    angle = batch.positions[:, None].float() * rotary.inv_freq
+    embeddings = [torch.cat((part, part), -1) * amplitude for part in (angle.cos(), angle.sin())]
+    turned = (x[..., : int(32 * partial)].transpose(0, 1)[None] for x in (q, k))
+    expected = modeling_llama.apply_rotary_pos_emb(*turned, *(part[None] for part in embeddings))
+    kept = q.clone()
+    rotary(q, k, batch)
+    for x, wanted in zip((q, k), expected, strict=True):
+        torch.testing.assert_close(x[..., : int(32 * partial)], wanted[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(q[..., int(32 * partial) :], kept[..., int(32 * partial) :]), "what is not rotated passes through"
+
+
+def test_angles_are_shared_by_the_layers_of_a_batch_only() -> None:
+    configs = [RotaryConfig(rotary_dim=8, theta=theta) for theta in (1e4, 1e4, 1e6)]
+    batch, other = (build_batch([Rows(3, context, blocks=(0, 1, 2))], []) for context in (0, 5))
+    rotated = []
+    for config, seen in ((configs[0], batch), (configs[1], batch), (configs[2], batch), (configs[0], other)):
+        q = torch.ones(3, 1, 8)
+        Rotary(config)(q, torch.ones(3, 1, 8), seen)
+        rotated.append(q)
+    assert torch.equal(rotated[0], rotated[1])
+    assert not torch.equal(rotated[0], rotated[2]), "another theta took the angles of the first"
+    assert not torch.equal(rotated[0], rotated[3]), "another batch took the angles of the first"
+    assert len(batch.derived) == 2
+
+
+def test_longrope_is_chosen_when_the_model_is_built() -> None:
+    """Not by the length of the moment: a token's key would depend on how its prompt was chunked (I6)."""
+    parameters = {"rope_type": "longrope", "rope_theta": 1e4, **ROPES["longrope"]}
+    short, long = (rope_scaling(parameters, length) for length in (512, 513))
+    assert not short.use_long
+    assert long.use_long
+    plain = Rotary(RotaryConfig(rotary_dim=32, theta=1e4)).inv_freq
+    for scaling, factors in ((short, ROPES["longrope"]["short_factor"]), (long, ROPES["longrope"]["long_factor"])):
+        inv_freq = Rotary(RotaryConfig(rotary_dim=32, theta=1e4, scaling=scaling)).inv_freq
+        torch.testing.assert_close(inv_freq, plain / torch.tensor(factors))
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: rope_scaling({"rope_type": "dynamic", "factor": 2.0}, 100), "dynamic"),
+        (lambda: rope_scaling({"rope_type": "yarn", "factor": 2.0}, 100), "original_max_position_embeddings"),
+        (lambda: rope_scaling({"rope_type": "linear", "factor": 2.0, "surprise": 1}, 100), "surprise"),
+        (lambda: rope_scaling({"rope_type": "linear", "factor": "two"}, 100), "factor"),
+        (lambda: RotaryConfig(rotary_dim=7, theta=1e4), "7"),
+        (lambda: Rotary(RotaryConfig(rotary_dim=8, theta=1e4, scaling=LONG)), "16 factors for 4"),
+        (lambda: attention(RotaryConfig(rotary_dim=16, theta=1e4)), "rotary_dim is 16"),
+        (lambda: AttentionConfig(hidden_size=8, num_heads=3, num_kv_heads=2, head_dim=4), "num_heads is 3"),
+        (lambda: GatedDeltaConfig(**{**DELTA, "num_v_heads": 3}), "num_v_heads is 3"),
+        (lambda: GatedDeltaConfig(**DELTA, conv_width=1), "conv_width is 1"),
+        (lambda: Mamba2Config(**{**SSM, "num_groups": 3}), "num_heads is 8"),
+        (lambda: Mamba2Config(**SSM, norm_group_size=5), "norm_group_size is 5"),
+        (lambda: Mamba2Config(**SSM, ssm_multipliers=(1.0, 2.0)), "2 values"),
+        (lambda: ShortConvConfig(hidden_size=8, width=1), "width is 1"),
+        (lambda: mixers["gated_dleta"], "gated_delta"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(make: Callable[[], object], named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        make()
+
+
+LONG = LongRopeScaling(
+    short_factor=(1.0,) * 16,
+    long_factor=(2.0,) * 16,
+    original_max_position_embeddings=512,
+    factor=4.0,
+    use_long=True,
+)

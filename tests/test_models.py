@@ -1,5 +1,6 @@
 """Every architecture against transformers, fp32, on tiny models that take every branch; and the published shapes."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -26,9 +27,9 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
     return torch.randint(VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def open_model(folder: Path) -> CausalLM:
+def open_model(folder: Path, dtype: str = "auto") -> CausalLM:
     found = resolve(str(folder))
-    model = build_model(found.config, OPS, found.dtype("auto"))
+    model = build_model(found.config, OPS, found.dtype(dtype))
     load_weights(model, found, CPU)
     return model
 
@@ -38,7 +39,8 @@ class Pair:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.reference = make(name)
-        self.model = open_model(save(self.reference, folder / "saved"))
+        self.folder = save(self.reference, folder / "saved")
+        self.model = open_model(self.folder)
         self.released = open_model(save_released(self.reference, folder / "released"))
 
     def logits(self, ids: list[int]) -> Tensor:
@@ -92,6 +94,19 @@ def test_i7_mixed_batches_equal_transformers(pair: Pair) -> None:
             seen[name].append(logits)
     for name, ids in (("a", a), ("b", b), ("c", c)):
         torch.testing.assert_close(torch.cat(seen[name]), pair.logits(ids), **CLOSE)
+
+
+def test_bfloat16_is_as_close_as_transformers(pair: Pair) -> None:
+    """Rounding is in the same places: the error against fp32 is that of transformers in bfloat16."""
+    ids = prompt(NUM_TOKENS, seed=8)
+    exact = pair.logits(ids)
+    rounded = copy.deepcopy(pair.reference).to(torch.bfloat16)
+    with torch.no_grad():
+        theirs = rounded(torch.tensor([ids]), use_cache=False).logits[0].float()
+    model = open_model(pair.folder, "bfloat16")
+    ours = Driver(model).run_chunks("a", ids, 64)
+    assert ours.dtype == torch.float32
+    assert (ours - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean()
 
 
 def test_greedy_tokens_equal_transformers(pair: Pair) -> None:
@@ -263,12 +278,16 @@ def test_published_shapes_need_the_published_bytes(config: dict[str, object], kv
 
 def test_parameter_counts_are_the_published_ones() -> None:
     """0.75 B for the text part of Qwen3.5-0.8B, 354 M for LFM2-350M: gate, conv and head widths are right as well."""
-    counts = {
-        name: sum(p.numel() for p in build_model(config, OPS, torch.bfloat16).parameters())
-        for name, config, _, _ in PUBLISHED[1:]
-    }
-    assert math.isclose(counts["Qwen3.5-0.8B"], 0.752e9, rel_tol=0.01)
-    assert math.isclose(counts["LFM2-350M"], 354e6, rel_tol=0.01)
+    configs = {name: config for name, config, _, _ in PUBLISHED}
+    for name, count in (("Qwen3.5-0.8B", 0.752e9), ("LFM2-350M", 354e6)):
+        parameters = build_model(configs[name], OPS, torch.bfloat16).parameters()
+        assert math.isclose(sum(parameter.numel() for parameter in parameters), count, rel_tol=0.01), name
+
+
+def test_granite_without_mamba_layers_needs_no_sense_in_its_mamba_keys() -> None:
+    config = {**granite(2, {0, 1}, 64, (4, 2), (7, 3)), "mamba_d_head": "auto"}
+    assert build_model(config, OPS, torch.float32).layer_kinds() == ["attention", "attention"]
+    refused({**config, "layer_types": ["mamba", "attention"]}, "mamba_d_head", "7 heads", "128")
 
 
 def test_caches_of_a_layer_with_two_mixers_have_names_of_their_own() -> None:

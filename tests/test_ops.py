@@ -4,6 +4,8 @@ Held to token-serial oracles in fp64 and to what transformers publishes. Attenti
 their own beside this one.
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,19 +17,20 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_upd
 from hybridserve.batch import NO_SLOT, Batch, StateTable
 from tests.conformance import Rows
 from tests.operations import (
-    BACKEND_NAMES,
     NUM_SLOTS,
     SITUATIONS,
     Recurrence,
     build,
     operation,
+    over_backends,
     pool_for,
     random_situation,
     recurrence,
     strided,
 )
 
-pytestmark = pytest.mark.parametrize("backend", BACKEND_NAMES)
+over_recurrences = over_backends("delta_rule")
+over_convolutions = over_backends("short_conv")
 
 #: fp32 against fp64, relative to the largest value: sums of some hundred terms.
 TOLERANCE = 2e-5
@@ -59,6 +62,7 @@ def check_recurrence(backend: str, kind: str, inputs: Recurrence, sequences: lis
     assert_near(state, state_expected)
 
 
+@over_recurrences
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_recurrence_equals_the_token_serial_oracle(backend: str, kind: str, situation: str) -> None:
@@ -66,6 +70,7 @@ def test_recurrence_equals_the_token_serial_oracle(backend: str, kind: str, situ
     check_recurrence(backend, kind, recurrence(sum(s.length for s in sequences), **KINDS[kind]), sequences)
 
 
+@over_recurrences
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("decays", ["weak", "strong", "resets"])
 def test_recurrence_under_any_decay(backend: str, kind: str, decays: str) -> None:
@@ -74,6 +79,7 @@ def test_recurrence_under_any_decay(backend: str, kind: str, decays: str) -> Non
     check_recurrence(backend, kind, inputs, sequences)
 
 
+@over_recurrences
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(6))
 def test_recurrence_in_random_situations(backend: str, kind: str, seed: int) -> None:
@@ -82,6 +88,7 @@ def test_recurrence_in_random_situations(backend: str, kind: str, seed: int) -> 
     check_recurrence(backend, kind, inputs, sequences)
 
 
+@over_recurrences
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("heads", "dims"), [((1, 1), (8, 8)), ((3, 3), (32, 8)), ((1, 4), (7, 5)), ((2, 2), (128, 128)), ((1, 2), (20, 136))]
@@ -91,12 +98,14 @@ def test_recurrence_of_any_shape(backend: str, kind: str, heads: tuple[int, int]
     check_recurrence(backend, kind, recurrence(66, heads=heads, dims=dims, **KINDS[kind]), sequences)
 
 
+@over_recurrences
 def test_delta_rule_without_l2norm(backend: str) -> None:
     inputs = recurrence(65, qk_l2norm=False)
     small = Recurrence(inputs.q * 0.2, inputs.k * 0.2, inputs.v, inputs.log_decay, inputs.beta, scale=0.7, qk_l2norm=False)
     check_recurrence(backend, "delta_rule", small, SITUATIONS["65"])
 
 
+@over_recurrences
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cut", [1, 7, 63, 64, 65, 100, 129])
 def test_I6_recurrence_in_two_passes_equals_one(backend: str, kind: str, cut: int) -> None:
@@ -115,6 +124,26 @@ def test_I6_recurrence_in_two_passes_equals_one(backend: str, kind: str, cut: in
     assert_near(split_state, state, 5e-6)
 
 
+@over_recurrences
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cuts", [(64, 192), (128,), (64, 128, 192, 256)])
+def test_passes_that_end_on_the_chunk_grid_round_alike(backend: str, kind: str, cuts: tuple[int, ...]) -> None:
+    inputs = recurrence(270, **KINDS[kind])
+    op = op_of(backend, kind)
+    batch, table = build([Rows(270, writes=((100, 0), (269, 1)))])
+    state = pool_for(table, 4, 24, 16)
+    whole = inputs.run(op, state, batch, table)
+    parts = []
+    split_state = torch.full_like(state, torch.nan)
+    for first, last in itertools.pairwise((0, *cuts, 270)):
+        start = 1 if first else NO_SLOT
+        batch, table = build([Rows(last - first, context=first, start=start, writes=((last - first - 1, 1),))])
+        parts.append(inputs.rows(first, last).run(op, split_state, batch, table))
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(split_state[1], state[1])
+
+
+@over_recurrences
 @pytest.mark.parametrize("kind", KINDS)
 def test_I5_fresh_sequence_never_reads_a_slot(backend: str, kind: str) -> None:
     for length in (1, 4, 70):
@@ -127,6 +156,7 @@ def test_I5_fresh_sequence_never_reads_a_slot(backend: str, kind: str) -> None:
         assert state[1:].isnan().all()
 
 
+@over_recurrences
 @pytest.mark.parametrize("kind", KINDS)
 def test_I21_nan_rows_stay_in_their_sequence(backend: str, kind: str) -> None:
     sequences = [Rows(70, writes=((69, 0),)), Rows(1, writes=((0, 1),)), Rows(66, writes=((65, 2),)), Rows(5)]
@@ -142,6 +172,7 @@ def test_I21_nan_rows_stay_in_their_sequence(backend: str, kind: str) -> None:
     assert state[1:].isfinite().all()
 
 
+@over_recurrences
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [1, 70])
 def test_recurrence_of_bfloat16_rows(backend: str, kind: str, length: int) -> None:
@@ -163,6 +194,7 @@ def test_recurrence_of_bfloat16_rows(backend: str, kind: str, length: int) -> No
     assert_near(state, state_expected)
 
 
+@over_recurrences
 def test_delta_rule_equals_transformers(backend: str) -> None:
     inputs = recurrence(100)
     batch, table = build([Rows(100, start=3, writes=((99, 4),))])
@@ -178,6 +210,7 @@ def test_delta_rule_equals_transformers(backend: str) -> None:
     assert_near(state[4], last[0].mT)
 
 
+@over_recurrences
 def test_delta_rule_per_channel_equals_transformers(backend: str) -> None:
     inputs = recurrence(100, per_channel=True, heads=(3, 3))
     batch, table = build([Rows(100, start=3, writes=((99, 4),))])
@@ -193,6 +226,7 @@ def test_delta_rule_per_channel_equals_transformers(backend: str) -> None:
     assert_near(state[4], last[0].mT)
 
 
+@over_recurrences
 def test_linear_scan_equals_transformers_mamba2(backend: str) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(100, 6, 8, generator=generator)
@@ -245,22 +279,26 @@ def check_conv(backend: str, sequences: list[Rows], width: int, with_bias: bool,
     torch.testing.assert_close(window.double(), window_expected, rtol=0, atol=0, equal_nan=True)
 
 
+@over_convolutions
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize(("width", "with_bias"), [(2, False), (4, True), (4, False), (3, True)])
 def test_short_conv_equals_the_token_serial_oracle(backend: str, situation: str, width: int, with_bias: bool) -> None:
     check_conv(backend, SITUATIONS[situation], width, with_bias)
 
 
+@over_convolutions
 @pytest.mark.parametrize("seed", range(6))
 def test_short_conv_in_random_situations(backend: str, seed: int) -> None:
     check_conv(backend, random_situation(seed), 4, with_bias=True, channels=19)
 
 
+@over_convolutions
 @pytest.mark.parametrize("width", [1, 7])
 def test_short_conv_of_any_width(backend: str, width: int) -> None:
     check_conv(backend, SITUATIONS["mixed"], width, with_bias=True)
 
 
+@over_convolutions
 @pytest.mark.parametrize("length", [1, 2, 3, 9])
 def test_short_conv_equals_transformers(backend: str, length: int) -> None:
     generator = torch.Generator().manual_seed(length)
@@ -274,6 +312,7 @@ def test_short_conv_equals_transformers(backend: str, length: int) -> None:
     torch.testing.assert_close(window[4], published[0].T)
 
 
+@over_convolutions
 @pytest.mark.parametrize("activation", ["silu", "identity"])
 def test_short_conv_of_bfloat16_rows(backend: str, activation: str) -> None:
     generator = torch.Generator().manual_seed(0)

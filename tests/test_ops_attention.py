@@ -16,9 +16,9 @@ from hybridserve.backends.reference import attention
 from hybridserve.batch import Batch, PagedTable
 from hybridserve.kv.spec import PagedSpec, TensorSpec
 from tests.conformance import Rows, build_batch
-from tests.operations import BACKEND_NAMES, operation, strided
+from tests.operations import operation, over_backends, strided
 
-pytestmark = pytest.mark.parametrize("backend", BACKEND_NAMES)
+over_attention = over_backends("paged_attention")
 
 #: (rows here, tokens before) of each sequence of a pass.
 SITUATIONS = {
@@ -112,6 +112,7 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 5e-6) -> No
     torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=tolerance)
 
 
+@over_attention
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
 def test_attention_equals_the_oracle(backend: str, situation: str, heads: tuple[int, int]) -> None:
@@ -119,6 +120,7 @@ def test_attention_equals_the_oracle(backend: str, situation: str, heads: tuple[
     assert_near(p.run(backend, scale=0.25), oracle(p, scale=0.25))
 
 
+@over_attention
 @pytest.mark.parametrize("dims", [(24, 8), (8, 40), (64, 64), (256, 256)])
 @pytest.mark.parametrize("block_size", [1, 16, 20])
 def test_attention_of_any_shape(backend: str, dims: tuple[int, int], block_size: int) -> None:
@@ -126,6 +128,7 @@ def test_attention_of_any_shape(backend: str, dims: tuple[int, int], block_size:
     assert_near(p.run(backend, scale=0.1), oracle(p, scale=0.1))
 
 
+@over_attention
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 41, 1000])
 def test_window_reads_nothing_older(backend: str, situation: str, window: int) -> None:
@@ -133,6 +136,7 @@ def test_window_reads_nothing_older(backend: str, situation: str, window: int) -
     assert_near(p.run(backend, scale=0.25, window=window), oracle(p, scale=0.25, window=window))
 
 
+@over_attention
 @pytest.mark.parametrize("window", [8])
 @pytest.mark.parametrize("length", [7, 8, 9, 24, 25])
 def test_window_edge(backend: str, window: int, length: int) -> None:
@@ -140,6 +144,7 @@ def test_window_edge(backend: str, window: int, length: int) -> None:
     assert_near(p.run(backend, scale=0.25, window=window), oracle(p, scale=0.25, window=window))
 
 
+@over_attention
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("with_softcap", [True, False])
@@ -151,6 +156,7 @@ def test_softcap_and_sinks(backend: str, situation: str, window: int | None, wit
     assert_near(p.run(backend, **scores), oracle(p, **scores))
 
 
+@over_attention
 def test_chunked_prefill_equals_one_pass(backend: str) -> None:
     p = make_pass([(50, 0)])
     whole = p.run(backend, scale=0.25)
@@ -163,6 +169,7 @@ def test_chunked_prefill_equals_one_pass(backend: str) -> None:
     assert_near(torch.cat(parts), whole, 1e-6)
 
 
+@over_attention
 def test_temporaries_are_bounded_by_cutting_rows(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Small enough that every form of cutting happens: rows of a prompt, and groups of decode rows.
     monkeypatch.setattr(attention, "TEMPORARY_NBYTES", 4096)
@@ -172,6 +179,7 @@ def test_temporaries_are_bounded_by_cutting_rows(backend: str, monkeypatch: pyte
         assert_near(p.run(backend, **scores), oracle(p, **scores))
 
 
+@over_attention
 def test_I21_nan_rows_stay_in_their_sequence(backend: str) -> None:
     p = make_pass([(5, 0), (1, 9), (1, 12), (7, 3)])
     clean = p.run(backend, scale=0.25)
@@ -181,6 +189,7 @@ def test_I21_nan_rows_stay_in_their_sequence(backend: str) -> None:
     assert_near(y[6:], clean[6:], 1e-6)
 
 
+@over_attention
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("window", [None, 9])
 def test_attention_in_bfloat16(backend: str, situation: str, window: int | None) -> None:
@@ -198,6 +207,7 @@ def test_attention_in_bfloat16(backend: str, situation: str, window: int | None)
     assert_near(y, oracle(half, scale=0.25, window=window), 2e-2)
 
 
+@over_attention
 @pytest.mark.parametrize(("rows", "context"), [(12, 0), (1, 30), (6, 11)])
 @pytest.mark.parametrize("published", ["gemma2", "gpt_oss"])
 def test_attention_equals_transformers(backend: str, published: str, rows: int, context: int) -> None:
@@ -215,6 +225,7 @@ def test_attention_equals_transformers(backend: str, published: str, rows: int, 
     assert_near(y, expected[0])
 
 
+@over_attention
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kv_write_touches_its_entries_only(backend: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)

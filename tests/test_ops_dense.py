@@ -12,10 +12,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm,
 
 from hybridserve.backends.reference import offer
 from hybridserve.backends.reference.linear import linear, slow_at, widened_linear
-from tests.operations import BACKEND_NAMES, CPU, operation, strided
+from tests.operations import CPU, operation, over_backends, strided
 
 DTYPES = [torch.float32, torch.bfloat16]
-over_backends = pytest.mark.parametrize("backend", BACKEND_NAMES)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -29,7 +28,7 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=bound)
 
 
-@over_backends
+@over_backends("linear")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 16), (2, 3, 33), (5, 64), (70, 129)])
@@ -59,7 +58,7 @@ def test_linear_is_widened_where_the_cpu_is_slow_and_the_reason_says_so() -> Non
     assert offer(CPU, torch.float32).ops["linear"] is linear
 
 
-@over_backends
+@over_backends("rms_norm")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_equals_transformers(backend: str, dtype: torch.dtype) -> None:
     x, weight = random(3, 5, 24).to(dtype) * 3, random(24, seed=1).to(dtype)
@@ -75,14 +74,14 @@ def test_rms_norm_equals_transformers(backend: str, dtype: torch.dtype) -> None:
         assert_near(y, expected.detach())
 
 
-@over_backends
+@over_backends("rms_norm")
 def test_rms_norm_is_computed_in_fp32(backend: str) -> None:
     x = torch.full((2, 256), 3000.0, dtype=torch.float16)  # its square is beyond float16
     y = operation(backend, "rms_norm", torch.float16)(x, torch.ones(256, dtype=torch.float16), 1e-6)
     assert torch.equal(y, torch.ones_like(y))
 
 
-@over_backends
+@over_backends("gated_rms_norm")
 @pytest.mark.parametrize("groups", [1, 3])
 def test_gated_rms_norm_equals_mamba2(backend: str, groups: int) -> None:
     x, gate, weight = random(7, 24), random(7, 24, seed=1), random(24, seed=2)
@@ -93,7 +92,7 @@ def test_gated_rms_norm_equals_mamba2(backend: str, groups: int) -> None:
     assert_near(y, published(x, gate).detach())
 
 
-@over_backends
+@over_backends("gated_rms_norm")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_rms_norm_equals_qwen3_next(backend: str, dtype: torch.dtype) -> None:
     # The layer gives fp32 results of the recurrence per head, and a gate in the activations' dtype.
@@ -106,7 +105,7 @@ def test_gated_rms_norm_equals_qwen3_next(backend: str, dtype: torch.dtype) -> N
     assert_near(y, published(x, gate.float()).detach())
 
 
-@over_backends
+@over_backends("gated_rms_norm")
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_gated_rms_norm_with_sigmoid_and_no_weight(backend: str, norm_first: bool) -> None:
     x, gate = random(7, 24).double(), random(7, 24, seed=1).double()
@@ -128,7 +127,7 @@ def experts(dtype: torch.dtype, num_rows: int) -> tuple[Tensor, ...]:
     return (random(num_rows, 16).to(dtype), ids, weights, random(8, 24, 16, seed=1).to(dtype), random(8, 16, 12).to(dtype))
 
 
-@over_backends
+@over_backends("moe")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 2, 50])
 def test_moe_equals_transformers(backend: str, dtype: torch.dtype, num_rows: int) -> None:
@@ -143,7 +142,7 @@ def test_moe_equals_transformers(backend: str, dtype: torch.dtype, num_rows: int
     assert_near(y, published(x.float(), ids, weights).detach())
 
 
-@over_backends
+@over_backends("moe")
 def test_I7_moe_rows_do_not_depend_on_neighbours(backend: str) -> None:
     x, ids, weights, gate_up, down = experts(torch.float32, 20)
     op = operation(backend, "moe")
@@ -157,7 +156,7 @@ def test_I7_moe_rows_do_not_depend_on_neighbours(backend: str) -> None:
     assert poisoned[4:].isfinite().all()
 
 
-@over_backends
+@over_backends("moe")
 @pytest.mark.parametrize("activation", ["silu", "sigmoid", "gelu", "gelu_tanh", "relu2", "identity"])
 def test_activations_by_name(backend: str, activation: str) -> None:
     x, ids, weights, gate_up, down = experts(torch.float32, 6)

@@ -68,6 +68,42 @@ BACKENDS: tuple[Backend, ...] = (
 )
 
 
+class _Offers:
+    """Offers for one device and dtype, each asked for once and only when it matters: a native backend compiles to answer."""
+
+    def __init__(self, backends: Sequence[Backend], device: torch.device, dtype: torch.dtype) -> None:
+        self._backends = {backend.name: backend for backend in backends}
+        self._device = device
+        self._dtype = dtype
+        self._asked: dict[str, Offer] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """All backends, the preferred first."""
+        return list(self._backends)
+
+    def of(self, name: str) -> Offer:
+        """What a backend offers; nothing on a device that is not its own."""
+        if name not in self._asked:
+            backend = self._backends[name]
+            if self._device.type in backend.devices:
+                self._asked[name] = backend.offer(self._device, self._dtype)
+            else:
+                where = f"runs on {' and '.join(backend.devices)}, not on {self._device.type}"
+                self._asked[name] = Offer(ops={}, refused={}, reason=where)
+        return self._asked[name]
+
+    def check_usable(self, name: str) -> None:
+        """Raise UsageError or MissingDependencyError if a forced backend offers nothing here."""
+        offer = self.of(name)
+        if self._device.type not in self._backends[name].devices:
+            raise UsageError(f"--backend names {name!r}, which {offer.reason}; leave it out or change --device")
+        if not offer.ops:
+            raise MissingDependencyError(
+                f"--backend names {name!r}, which is not usable here: {offer.reason}; repair that or leave it out"
+            )
+
+
 def select(device: torch.device, dtype: torch.dtype, forced: Sequence[str], backends: Sequence[Backend] = BACKENDS) -> Selection:
     """Choose a backend for every operation: the first in `backends` that offers it, or the forced one.
 
@@ -75,19 +111,18 @@ def select(device: torch.device, dtype: torch.dtype, forced: Sequence[str], back
     UsageError for an unknown name or a backend that refuses the operation, MissingDependencyError for one that is not
     usable at all.
     """
-    names = [backend.name for backend in backends]
-    for_all, for_one = _parse(forced, names)
-    offers = {backend.name: _ask(backend, device, dtype) for backend in backends}
+    offers = _Offers(backends, device, dtype)
+    for_all, for_one = _parse(forced, offers.names)
     for name in (*for_all, *for_one.values()):
-        _check_usable(name, offers[name])
+        offers.check_usable(name)
     ops: dict[str, Operation] = {}
     reasons: dict[str, Choice] = {}
     for operation in OPERATIONS:
         wanted = for_one.get(operation)
         if wanted is None and for_all:
-            wanted = _if_it_has(for_all[0], offers[for_all[0]], operation)
-        choice = _first(operation, offers) if wanted is None else _forced(operation, wanted, offers[wanted])
-        ops[operation] = offers[choice.backend].ops[operation]
+            wanted = _if_it_has(for_all[0], offers.of(for_all[0]), operation)
+        choice = _first(operation, offers) if wanted is None else _forced(operation, wanted, offers.of(wanted))
+        ops[operation] = offers.of(choice.backend).ops[operation]
         reasons[operation] = choice
     return Selection(Ops(**cast("dict[str, Any]", ops)), reasons)
 
@@ -111,19 +146,6 @@ def _parse(forced: Sequence[str], backends: Sequence[str]) -> tuple[tuple[str, .
     return tuple(for_all[:1]), for_one
 
 
-def _ask(backend: Backend, device: torch.device, dtype: torch.dtype) -> Offer:
-    if device.type not in backend.devices:
-        return Offer(ops={}, refused={}, reason=f"runs on {' and '.join(backend.devices)}, not on {device.type}")
-    return backend.offer(device, dtype)
-
-
-def _check_usable(name: str, offer: Offer) -> None:
-    if not offer.ops:
-        raise MissingDependencyError(
-            f"--backend names {name!r}, which is not usable here: {offer.reason}; repair that, or leave the choice open"
-        )
-
-
 def _if_it_has(name: str, offer: Offer, operation: str) -> str | None:
     """The backend forced for all operations, unless it does not implement this one."""
     return name if operation in offer.ops or operation in offer.refused else None
@@ -138,10 +160,11 @@ def _forced(operation: str, name: str, offer: Offer) -> Choice:
     return Choice(name, f"forced; {offer.reason}", {})
 
 
-def _first(operation: str, offers: Mapping[str, Offer]) -> Choice:
+def _first(operation: str, offers: _Offers) -> Choice:
     """The first offer that has the operation. Raises UsageError with all refusals if none has."""
     refused: dict[str, str] = {}
-    for name, offer in offers.items():
+    for name in offers.names:
+        offer = offers.of(name)
         if operation in offer.ops:
             return Choice(name, offer.reason, refused)
         refused[name] = _why_not(operation, offer)

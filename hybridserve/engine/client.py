@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import msgspec
@@ -90,7 +90,7 @@ class EngineProcessClient:
     def stalled_s(self) -> float:
         return time.monotonic() - self._last_progress if self._open else 0.0
 
-    async def submit(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+    async def submit(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
         """See `EngineClient.submit`. Outputs that have piled up are merged into one."""
         self._admit()
         if request.request_id in self._open:
@@ -138,6 +138,8 @@ class EngineProcessClient:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
+        self._is_alive = False
+        self._end_all()
         self._disconnect()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)

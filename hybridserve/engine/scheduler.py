@@ -140,18 +140,13 @@ class Scheduler:
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = "abort") -> list[Ended]:
         """End these requests and free what they hold. Ids that are not known have ended already."""
-        ended = []
-        for request_id in request_ids:
-            running = self._by_id.get(request_id)
-            if running is None:
-                continue
+        found = [self._by_id[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._by_id]
+        for running in found:
             if running.seat is None:
                 self._waiting.remove(running)
                 self._forget(running)
-            else:
-                self._leave([running.seat], keep=True)
-            ended.append(Ended(running, reason))
-        return ended
+        self._leave([running.seat for running in found if running.seat is not None], keep=True)
+        return [Ended(running, reason) for running in found]
 
     def expire(self, now: float) -> list[Ended]:
         """End requests whose deadline has passed."""
@@ -168,8 +163,9 @@ class Scheduler:
             running = self.seats.give_back(seat)
             self._forget(running)
             left.append(running)
-        self._order = self._order[~np.isin(self._order, seats)]
-        self._is_blocked = False
+        if left:
+            self._order = self._order[~np.isin(self._order, seats)]
+            self._is_blocked = False
         return left
 
     def _forget(self, running: Running) -> None:

@@ -11,6 +11,7 @@ byte. `Arena` owns the free superpages at run time. Neither knows tensors, reque
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from hybridserve.errors import DoesNotFitError
@@ -66,11 +67,11 @@ class CachePlan:
     max_chunk: int  # most tokens of one sequence in a pass: a window group holds a window and a chunk
     match_unit: int  # tokens per prefix hash: greatest common divisor of the block sizes
 
-    @property
+    @cached_property
     def paged(self) -> tuple[GroupPlan, ...]:
         return tuple(group for group in self.groups if group.is_paged)
 
-    @property
+    @cached_property
     def states(self) -> tuple[GroupPlan, ...]:
         return tuple(group for group in self.groups if not group.is_paged)
 
@@ -78,7 +79,7 @@ class CachePlan:
     def nbytes(self) -> int:
         return self.superpage_nbytes * self.num_superpages
 
-    @property
+    @cached_property
     def kv_nbytes_per_token(self) -> int:
         """Natural bytes that one more token of text takes; window groups do not grow, so they are left out."""
         return sum(group.natural_nbytes // group.block_size for group in self.paged if group.window is None)

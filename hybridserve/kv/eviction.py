@@ -1,8 +1,8 @@
 """In which order cached entries give up their memory: one queue over all groups.
 
 Owns the priorities. An entry is a node without children and checkpoints (text that nothing deeper needs), a checkpoint, or a
-window block; so a parent never goes before its children, and text never before the states that need it. Knows pages not at all; the coordinator
-evicts what it is handed.
+window block; so a parent never goes before its children, and text never before the states that need it. Knows no pages; the
+coordinator evicts what it is handed.
 
 Policy `cost` is GreedyDual-Size-Frequency (Cherkasova 1998): priority = clock at last use + frequency x tokens saved per byte,
 and the clock moves to the priority of what was last evicted, so that what was once valuable ages. Policy `lru` is last use alone.

@@ -150,12 +150,16 @@ def rope_scaling(parameters: Mapping[str, object], max_positions: int) -> RopeSc
     if kind not in _SCALINGS:
         raise UnsupportedModelError(f"rope_type {kind!r} is not implemented; known: default, {', '.join(_SCALINGS)}")
     fields = {key: value for key, value in parameters.items() if key not in _OTHER_KEYS}
-    if kind in ("yarn", "longrope"):
-        original = fields.get("original_max_position_embeddings")
-        if fields.get("factor") is None and isinstance(original, int):
+    original = fields.get("original_max_position_embeddings")
+    if kind in ("yarn", "longrope") and isinstance(original, int) and original > 0:
+        if fields.get("factor") is None:
             fields["factor"] = max_positions / original
-        if kind == "longrope" and isinstance(original, int):
+        if kind == "longrope":
             fields["use_long"] = max_positions > original
+    return _scaling(str(kind), fields)
+
+
+def _scaling(kind: str, fields: Mapping[str, object]) -> RopeScaling:
     try:
         return msgspec.convert({"rope_type": kind, **fields}, RopeScaling)
     except msgspec.ValidationError as error:

@@ -62,8 +62,9 @@ def _refusal(name: str, config: Mapping[str, object], ops: Ops, dtype: torch.dty
         differs = str(error)
     else:
         differs = "its config reads the same, but weights of another class are not taken on trust"
+    own_code = "Its own code (auto_map) is never run. " if config.get("auto_map") is not None else ""
     return (
         f"architecture {name!r} is not implemented; implemented: {', '.join(architectures.names())}. The nearest is {nearest!r}; "
         f"what differs: {differs.partition(' To serve it unread')[0]} "
-        "A plug-in can add it, with an entry point in 'hybridserve.models' or --plugin FILE.py"
+        f"{own_code}A plug-in can add it, with an entry point in 'hybridserve.models' or --plugin FILE.py"
     )

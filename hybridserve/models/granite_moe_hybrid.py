@@ -48,6 +48,11 @@ WEIGHTS = WeightMap(
     ),
 )
 
+_MAMBA_KEYS = (
+    "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_conv_bias",
+    "mamba_proj_bias", "time_step_limit",
+)  # fmt: skip
+
 
 @architectures.register("GraniteMoeHybridForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
@@ -56,11 +61,17 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     config.expect("normalization_function", "rmsnorm")
     info = read_info(config)
     eps = config.read("rms_norm_eps", float)
-    attention, mamba = _read_attention(config, info.max_positions), _read_mamba(config)
+    kinds, attention = _read_kinds(config), _read_attention(config, info.max_positions)
     residual = config.read("residual_multiplier", float, 1.0)
+    if "linear_attention" not in kinds:
+        config.ignore(*_MAMBA_KEYS)  # the releases without Mamba layers carry its keys, whatever they say
 
     def make_mixer(kind: str) -> Mixer:
-        return mixers["mamba2"](mamba, ops, dtype) if kind == "linear_attention" else mixers["attention"](attention, ops, dtype)
+        return (
+            mixers["mamba2"](_read_mamba(config), ops, dtype)
+            if kind == "linear_attention"
+            else mixers["attention"](attention, ops, dtype)
+        )
 
     def make_norm() -> RMSNorm:
         return RMSNorm(info.hidden_size, eps, ops, dtype)
@@ -69,7 +80,7 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
         DecoderLayer(
             [Branch(make_mixer(kind))], make_norm(), _make_mlp(config, ops, dtype), make_norm(), residual_multiplier=residual
         )
-        for kind in _read_kinds(config)
+        for kind in kinds
     ]
     return CausalLM(
         info,

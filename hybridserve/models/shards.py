@@ -16,10 +16,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hybridserve.errors import UnsafeContentError, WeightsError
+from hybridserve.models.source import PICKLE_SUFFIXES
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_NBYTES = 100 * 10**6
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _AGAIN = "download the file again"
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
@@ -58,7 +58,7 @@ def read_entries(folder: Path) -> dict[str, TensorEntry]:
             f"{len(files)} safetensors files ({files[0].name}, ...) but no {INDEX_NAME} that says which tensor is where; "
             "download the index too"
         )
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES)
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickles:
         raise UnsafeContentError(
             f"the weights are only there as a pickle ({pickles[0]}), which can run code when it is opened and is never read; "

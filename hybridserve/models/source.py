@@ -15,6 +15,8 @@ from hybridserve.errors import UnsupportedModelError, UsageError, WeightsError
 
 #: Name of the model that ships with the package.
 DEMO = "demo"
+#: Endings of files that can run code when they are opened.
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 #: What is fetched of a repository: never code, never pickles.
 _FETCHED = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -30,6 +32,17 @@ class ModelFolder:
     config: dict[str, object]
     generation_config: dict[str, object]
     has_weights: bool
+
+    def notes(self) -> list[str]:
+        """What the folder asks for and does not get, one sentence each, for the log."""
+        notes = []
+        if self.config.get("auto_map") is not None:
+            notes.append("config.json names code of the model's own (auto_map); it is not run")
+        files = sorted(self.path.iterdir()) if self.has_weights else []
+        pickles = [path.name for path in files if path.suffix in PICKLE_SUFFIXES]
+        if pickles:
+            notes.append(f"pickles are never read: {', '.join(pickles[:3])}{', ...' if len(pickles) > 3 else ''}")
+        return notes
 
     def dtype(self, wanted: str) -> torch.dtype:
         """The dtype to run in: `wanted`, or with "auto" the config's own, else bfloat16. Raises UnsupportedModelError."""
