@@ -111,11 +111,7 @@ def _password(rng: random.Random) -> str:
     return rng.choice(WORDS)
 
 
-def _pin(rng: random.Random) -> str:
-    return f"{rng.randint(10, 99)}{rng.randint(10, 99)}"
-
-
-VALUE_KINDS: dict[str, Callable[[random.Random], str]] = {"code": _code, "password": _password, "pin": _pin}
+VALUE_KINDS: dict[str, Callable[[random.Random], str]] = {"code": _code, "password": _password}
 
 
 @dataclass(frozen=True)
@@ -126,12 +122,12 @@ class Stage:
     max_fillers: int = 0
     num_questions: int = 4
     num_repeats: int = 0
-    kinds: tuple[str, ...] = ("code", "password")
+    kinds: tuple[str, ...] = tuple(VALUE_KINDS)
     num_fact_templates: int = len(FACT_TEMPLATES)
     num_names: int = len(NAMES)
 
 
-FINAL_STAGE = Stage(max_facts=MAX_FACTS, max_fillers=24, kinds=tuple(VALUE_KINDS))
+FINAL_STAGE = Stage(max_facts=MAX_FACTS, max_fillers=24)
 
 
 @dataclass(frozen=True)
@@ -205,7 +201,7 @@ def _recall_dialogue(rng: random.Random, stage: Stage, num_facts: int) -> list[M
 
 
 def _copy_turn(rng: random.Random) -> tuple[str, str]:
-    phrase = " ".join(rng.choices(WORDS, k=rng.randint(1, 6)))
+    phrase = " ".join(rng.sample(WORDS, rng.randint(1, 6)))
     return rng.choice(COPY_TEMPLATES).format(phrase), phrase
 
 
@@ -254,11 +250,13 @@ def _chat_dialogue(rng: random.Random, num_turns: int) -> list[Message]:
 def training_dialogue(stream: str, task: str, stage: Stage, num_facts: int) -> list[Message]:
     """A dialogue whose assistant messages and marked spans are to be learned; `stream` names the draw."""
     rng = random.Random(f"train/{stream}")
-    if task == "recall":
+    if task == "drill":
         return _recall_dialogue(rng, stage, num_facts)
+    if task == "recall":
+        return _recall_dialogue(rng, replace(stage, num_repeats=0), num_facts)
     if task == "chat":
         return _chat_dialogue(rng, rng.randint(3, 10))
-    return _short_dialogue(rng, 10)
+    return _short_dialogue(rng, rng.randint(2, 8))
 
 
 def corpus(num_dialogues: int) -> list[str]:

@@ -100,6 +100,7 @@ def test_preemption_under_little_memory_gives_the_reference(model_folder):
     for name, found in tokens.items():
         assert found[:NEW_TOKENS] == expected[int(name.split(".")[1])]
         assert len(found) == 12
+    assert core.stats().num_preemptions > 0
 
 
 def pinched(info):

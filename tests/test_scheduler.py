@@ -134,9 +134,9 @@ def test_refusals_name_value_limit_and_remedy():
         scheduler.add(request("a", []))
     with pytest.raises(RequestError, match="id 3 is outside the vocabulary of 3"):
         scheduler.add(request("a", [0, 3]))
-    for i in range(100):
+    for i in range(104):
         scheduler.add(request(str(i), [0]))
-    with pytest.raises(OverloadedError, match="limit is 100"):
+    with pytest.raises(OverloadedError, match="limit is 104"):
         scheduler.add(request("b", [0]))
 
 

@@ -1,6 +1,7 @@
 """The server over a real port with a scripted engine behind it, as OpenAI's own client and raw HTTP see it."""
 
 import asyncio
+import itertools
 import json
 import signal
 import socket
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -111,6 +112,10 @@ def shared() -> Iterator[Running]:
 CHAT = [{"role": "user", "content": "hi"}]
 
 
+def joined(lists: Iterable[list[object]]) -> list[object]:
+    return list(itertools.chain.from_iterable(lists))
+
+
 def events_of(text: str) -> list[object]:
     return [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ") and line != "data: [DONE]"]
 
@@ -145,13 +150,14 @@ def test_chat_whole_and_streamed_agree(shared: Running) -> None:
     assert len(set(seeds)) == len(seeds)
 
 
-def test_the_clients_own_stream_helper_accumulates(shared: Running) -> None:
-    with shared.client.chat.completions.stream(model="fake", messages=CHAT) as stream:
-        for _ in stream:
-            pass
-        final = stream.get_final_completion()
-    assert final.choices[0].message.content == TEXT
-    assert final.choices[0].message.role == "assistant"
+def test_the_clients_own_stream_helper_accumulates() -> None:
+    with serving(lambda request: Script(IDS, finish="stop")) as running:
+        with running.client.chat.completions.stream(model="fake", messages=CHAT) as stream:
+            for _ in stream:
+                pass
+            final = stream.get_final_completion()
+        assert final.choices[0].message.content == TEXT
+        assert final.choices[0].message.role == "assistant"
 
 
 def test_completions_of_several_prompts_in_order() -> None:
@@ -190,13 +196,11 @@ def test_echo_and_logprobs_line_up_with_the_prompt(shared: Running) -> None:
     assert only.choices[0].text == "hi you"
     assert only.choices[0].logprobs is not None
     assert len(only.choices[0].logprobs.tokens) == len(prompt)
-    streamed = shared.client.completions.create(
-        model="fake", prompt="hi you", echo=True, logprobs=2, max_tokens=2, stream=True
-    )
+    streamed = shared.client.completions.create(model="fake", prompt="hi you", echo=True, logprobs=2, max_tokens=2, stream=True)
     parts = [chunk.choices[0] for chunk in streamed]
     assert "".join(part.text for part in parts) == choice.text
-    assert sum([part.logprobs.tokens for part in parts if part.logprobs], []) == choice.logprobs.tokens
-    assert sum([part.logprobs.text_offset for part in parts if part.logprobs], []) == choice.logprobs.text_offset
+    assert joined(part.logprobs.tokens for part in parts if part.logprobs) == choice.logprobs.tokens
+    assert joined(part.logprobs.text_offset for part in parts if part.logprobs) == choice.logprobs.text_offset
 
 
 def test_chat_logprobs_have_bytes_that_join_to_the_text(shared: Running) -> None:
@@ -208,7 +212,7 @@ def test_chat_logprobs_have_bytes_that_join_to_the_text(shared: Running) -> None
     assert all(len(token.top_logprobs) == 1 for token in logprobs.content)
     streamed = shared.client.chat.completions.create(model="fake", messages=CHAT, logprobs=True, top_logprobs=1, stream=True)
     parts = [chunk.choices[0].logprobs for chunk in streamed]
-    assert sum([part.content or [] for part in parts if part], []) == logprobs.content
+    assert joined(part.content or [] for part in parts if part) == logprobs.content
 
 
 def test_token_ids_prompt_logprobs_and_explanation_on_request(shared: Running) -> None:
@@ -228,7 +232,7 @@ def test_token_ids_prompt_logprobs_and_explanation_on_request(shared: Running) -
     assert set(plain["choices"][0]) == {"index", "message", "logprobs", "finish_reason", "stop_reason"}
     streamed = shared.post("/v1/completions", {"prompt": "hi", "stream": True, "return_token_ids": True, "max_tokens": 4})
     events = events_of(streamed.text)
-    assert sum([event["choices"][0]["token_ids"] for event in events], []) == IDS[:4]
+    assert joined(event["choices"][0]["token_ids"] for event in events) == IDS[:4]
     assert events[0]["choices"][0]["prompt_token_ids"] == TOKENIZER.encode("hi")
 
 
@@ -269,7 +273,9 @@ def test_model_defaults_apply_where_the_request_is_silent() -> None:
         running.post("/v1/chat/completions", {"messages": CHAT, "top_k": 5})
         sampling = running.engine.submitted[-1].sampling
         assert (sampling.temperature, sampling.top_k, sampling.max_tokens, sampling.top_p) == (0.6, 5, 9, 1.0)
-        running.post("/v1/completions", {"prompt": "x", "temperature": 0, "max_tokens": None, "top_k": -1, "logit_bias": {"5": 1}})
+        running.post(
+            "/v1/completions", {"prompt": "x", "temperature": 0, "max_tokens": None, "top_k": -1, "logit_bias": {"5": 1}}
+        )
         sampling = running.engine.submitted[-1].sampling
         assert (sampling.temperature, sampling.top_k, sampling.max_tokens, sampling.logit_bias) == (0.0, 0, 9, {5: 1.0})
 
@@ -348,9 +354,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("body", "param", "words"), WRONG, ids=[str(body)[:40] for body, _, _ in WRONG])
-def test_a_wrong_completion_is_a_400_that_names_the_field(
-    shared: Running, body: object, param: str | None, words: str
-) -> None:
+def test_a_wrong_completion_is_a_400_that_names_the_field(shared: Running, body: object, param: str | None, words: str) -> None:
     before = len(shared.engine.submitted)
     reply = shared.post("/v1/completions", body)
     assert reply.status_code == 400
@@ -497,7 +501,10 @@ def test_P5_a_full_engine_is_a_503_with_retry_after(stream: bool) -> None:
         assert caught.value.status_code == 503
         assert caught.value.response.headers["retry-after"] == "3"
         assert caught.value.response.headers["retry-after-ms"] == "2500"
-        assert 'admission_rejections_total{engine="0",model_name="fake",reason="overloaded"} 1.0' in running.http.get("/metrics").text
+        assert (
+            'admission_rejections_total{engine="0",model_name="fake",reason="overloaded"} 1.0'
+            in running.http.get("/metrics").text
+        )
 
 
 @pytest.mark.parametrize(
@@ -553,14 +560,203 @@ def test_one_failing_choice_ends_the_others() -> None:
 def test_I26_a_client_that_leaves_causes_exactly_one_abort_per_request(stream: bool) -> None:
     with serving(lambda request: Script(IDS * 20, delay_s=0.02), max_model_len=2048) as running:
         body = {"messages": CHAT, "stream": stream, "n": 2}
-        with httpx.Client(base_url=running.url) as leaving, leaving.stream("POST", "/v1/chat/completions", json=body) as reply:
+        with httpx.Client(base_url=running.url, timeout=0.4) as leaving:
             if stream:
-                next(reply.iter_lines())
-        if not stream:
-            pytest.fail("a whole reply cannot be left this way")
+                with leaving.stream("POST", "/v1/chat/completions", json=body) as reply:
+                    assert next(reply.iter_lines()).startswith("data: ")
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    leaving.post("/v1/chat/completions", json=body)
         wait_until(lambda: len(running.engine.aborted) == 2)
-        time.sleep(0.1)
-        assert len(running.engine.aborted) == 2
-        assert running.engine.num_open == 0
         assert running.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
-        assert len(running.engine.aborted) == 2
+        assert sorted(running.engine.aborted) == sorted({request.request_id for request in running.engine.submitted[:2]})
+
+
+def test_I26_normal_ends_cause_no_abort(shared: Running) -> None:
+    shared.post("/v1/chat/completions", {"messages": CHAT})
+    shared.post("/v1/chat/completions", {"messages": CHAT, "stream": True})
+    assert shared.engine.aborted == []
+
+
+def test_tokens_that_wait_are_merged_into_one_event() -> None:
+    with serving(lambda request: Script(IDS * 40), max_model_len=2048) as running:
+        reply = running.post("/v1/completions", {"prompt": "x", "stream": True, "max_tokens": 1000, "return_token_ids": True})
+        events = events_of(reply.text)
+        assert sum(len(event["choices"][0]["token_ids"]) for event in events) == min(1000, 40 * len(IDS))
+        assert "".join(event["choices"][0]["text"] for event in events) == TOKENIZER.decode((IDS * 40)[:1000])
+
+
+# The server about itself.
+
+
+def test_P6_readiness_follows_progress_and_draining_and_liveness_does_not() -> None:
+    with serving() as running:
+        states = []
+        for stalled_s, is_alive, is_draining in ((0, True, False), (31, True, False), (0, False, False), (0, True, True)):
+            running.engine.stalled_s, running.engine.is_alive = stalled_s, is_alive
+            running.lifecycle.is_draining = is_draining
+            reply = running.http.get("/ready")
+            states.append((reply.status_code, reply.json()["status"]))
+            assert running.http.get("/health").status_code == 200
+        assert states == [(200, "ready"), (503, "stalled"), (503, "engine dead"), (503, "draining")]
+        refused = running.post("/v1/completions", {"prompt": "x"})
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        running.lifecycle.is_draining, running.engine.is_alive = False, False
+        assert running.post("/v1/completions", {"prompt": "x"}).json()["error"]["code"] == "engine_dead"
+        running.engine.is_alive = True
+
+
+def test_metrics_count_what_happened() -> None:
+    with serving() as running:
+        running.post("/v1/chat/completions", {"messages": CHAT, "n": 2})
+        text = running.http.get("/metrics").text
+        labels = 'engine="0",model_name="fake"'
+        for line in (
+            f"hybridserve:state_slots_used{{{labels}}} 3.0",
+            f"hybridserve:state_slots_total{{{labels}}} 9.0",
+            f"hybridserve:prefix_cache_queries_total{{{labels}}} 100.0",
+            f"hybridserve:prefix_cache_hits_total{{{labels}}} 40.0",
+            f'hybridserve:request_success_total{{engine="0",finished_reason="length",model_name="fake"}} 2.0',
+            f"hybridserve:time_to_first_token_seconds_count{{{labels}}} 2.0",
+            f"hybridserve:inter_token_latency_seconds_count{{{labels}}} {2 * (len(IDS) - 1)}.0",
+            f"hybridserve:request_generation_tokens_sum{{{labels}}} {2 * len(IDS)}.0",
+            f'hybridserve:http_responses_total{{{labels},status="200"}} 1.0',
+        ):
+            assert line in text.splitlines()
+
+
+def test_limits_and_version(shared: Running) -> None:
+    limits = shared.http.get("/v1/limits").json()
+    assert limits["parameters"]["n"] == {"min": 1, "max": 128}
+    assert limits["max_model_len"] == 256
+    assert limits["features_off"] == {"speculation": "not_implemented"}
+    assert shared.http.get("/version").json()["version"]
+
+
+def test_openapi_describes_requests_and_replies(shared: Running) -> None:
+    document = shared.http.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    assert "temperature" in schemas["ChatRequest"]["properties"]
+    assert "choices" in schemas["ChatCompletion"]["properties"]
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/metrics"} <= set(document["paths"])
+    known = {f"#/components/schemas/{name}" for name in schemas}
+    assert set(_references(document)) <= known
+
+
+def _references(node: object) -> Iterator[str]:
+    if isinstance(node, dict):
+        if "$ref" in node:
+            yield node["$ref"]
+        for value in node.values():
+            yield from _references(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _references(value)
+
+
+def test_tokenize_and_detokenize_are_inverse(shared: Running) -> None:
+    reply = shared.post("/tokenize", {"prompt": TEXT, "return_token_strs": True}).json()
+    assert reply["tokens"] == IDS
+    assert reply["count"] == len(IDS) == len(reply["token_strs"])
+    assert shared.post("/detokenize", {"tokens": reply["tokens"]}).json() == {"prompt": TEXT}
+    chat = shared.post("/tokenize", {"messages": CHAT}).json()
+    assert shared.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"].startswith("<|im_start|>user\nhi")
+    assert shared.post("/tokenize", {}).status_code == 400
+    assert shared.post("/detokenize", {"tokens": [10**9]}).status_code == 400
+
+
+def test_the_page_needs_nothing_from_elsewhere(shared: Running) -> None:
+    reply = shared.http.get("/")
+    policy = reply.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe-inline" not in policy
+    assert "://" not in reply.text.replace("http://www.w3.org", "")
+    assert " style=" not in reply.text
+    assert " onclick=" not in reply.text
+    with serving(ui=False) as running:
+        assert running.http.get("/").status_code == 404
+
+
+def test_R5_work_on_text_is_bounded_in_time_and_number() -> None:
+    async def scenario() -> None:
+        workers = Workers(num_threads=1, max_waiting=2, limit_s=0.1)
+        slow = [asyncio.create_task(workers.run(lambda: time.sleep(0.3))) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError):
+            await workers.run(lambda: None)
+        for task in slow:
+            with pytest.raises(Exception, match="longer than"):
+                await task
+        await asyncio.sleep(0.5)
+        assert await workers.run(lambda: 5) == 5
+        workers.close()
+
+    asyncio.run(scenario())
+
+
+# Signals, on a process of its own.
+
+
+@contextmanager
+def process(delay_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    root = Path(__file__).parent.parent
+    arguments = [sys.executable, "-m", "tests.fake_engine", "0", str(delay_s)]
+    child = subprocess.Popen(arguments, cwd=root, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        yield child, child.stdout.readline().strip()
+    finally:
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+
+
+def read_all(url: str, into: list[str]) -> threading.Thread:
+    body = {"prompt": "x", "stream": True, "max_tokens": 100}
+
+    def read() -> None:
+        with httpx.Client(timeout=30) as client, client.stream("POST", url + "/v1/completions", json=body) as reply:
+            into.extend(reply.iter_lines())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    wait_until(lambda: len(into) > 2)
+    return thread
+
+
+def test_P8_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
+    with process(0.02) as (child, url):
+        lines: list[str] = []
+        thread = read_all(url, lines)
+        child.send_signal(signal.SIGTERM)
+        wait_until(lambda: httpx.get(url + "/ready").status_code == 503)
+        assert httpx.post(url + "/v1/completions", json={"prompt": "x"}).headers["retry-after"]
+        thread.join(20)
+        assert lines[-2] == "data: [DONE]"
+        assert child.wait(10) == 0
+        assert child.stdout is not None
+        assert child.stdout.read().strip() == "num_open 0 aborted 0"
+
+
+def test_P8_a_second_signal_aborts_with_an_error_event() -> None:
+    with process(0.5) as (child, url):
+        lines: list[str] = []
+        thread = read_all(url, lines)
+        child.send_signal(signal.SIGINT)
+        wait_until(lambda: httpx.get(url + "/ready").status_code == 503)
+        child.send_signal(signal.SIGTERM)
+        thread.join(10)
+        assert not thread.is_alive()
+        assert '"error"' in "".join(lines)
+        assert "data: [DONE]" not in lines
+        assert child.wait(10) == 0
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = [sys.executable, "-m", "tests.fake_engine", str(port), "0"]
+        done = subprocess.run(arguments, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=30)
+        assert f"cannot listen on 127.0.0.1:{port}" in done.stderr

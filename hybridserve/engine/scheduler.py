@@ -103,10 +103,9 @@ class Scheduler:
     def add(self, request: EngineRequest, now: float | None = None) -> None:
         """Queue a request. Raises RequestError when it can never run here, OverloadedError when the queue is full."""
         self._check(request)
-        if len(self._waiting) >= self.limits.max_num_queued_reqs:
-            raise OverloadedError(
-                f"{len(self._waiting)} requests are waiting, the limit is {self.limits.max_num_queued_reqs}; try again later"
-            )
+        most = self.limits.max_num_seqs + self.limits.max_num_queued_reqs
+        if len(self._by_id) >= most:
+            raise OverloadedError(f"{len(self._by_id)} requests run or wait, the limit is {most}; try again later")
         sampling = request.sampling
         num_prompt = len(request.prompt_token_ids)
         limit = self.limits.max_model_len if sampling.max_tokens is None else num_prompt + sampling.max_tokens

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from hybridserve.errors import RequestError
-from hybridserve.server.unsupported import refuse_unsupported
+from hybridserve.server.unsupported import UNSUPPORTED, refuse_unsupported
 
 #: Prompts in one completion request, and sequences that one request may ask for (prompts times n).
 MAX_PROMPTS = 1024
@@ -166,7 +166,7 @@ def read(kind: type[R], body: bytes) -> tuple[R, list[str]]:
         request = msgspec.convert(raw, kind, str_keys=True)
     except (msgspec.ValidationError, RecursionError) as error:
         raise RequestError(_without_quotes(str(error)), param=_field_at_fault(str(error))) from error
-    unknown = raw.keys() - set(kind.__struct_fields__) - _WITHOUT_EFFECT
+    unknown = raw.keys() - set(kind.__struct_fields__) - _WITHOUT_EFFECT - UNSUPPORTED.keys()
     return request, sorted(unknown)[:MAX_TOLD_NAMES] if unknown else []
 
 

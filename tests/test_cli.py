@@ -1,0 +1,255 @@
+"""The command: settings and their sources, errors, and the subcommands against the demo model."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from hybridserve.cli import COMMANDS, main
+from hybridserve.cli.bench_serve import percentile
+from hybridserve.cli.flags import Sources, add_config, add_settings, changed
+from hybridserve.cli.folder import name_of, text_folder
+from hybridserve.cli.report import describe, nbytes
+from hybridserve.config import EngineSettings, ServerSettings
+from hybridserve.errors import UsageError
+from tests.fake_engine import make_info
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+
+
+def hybridserve(*arguments: str, **options: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", "import sys; from hybridserve.cli import main; sys.exit(main())", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, timeout=120, **options)
+
+
+def parse(arguments: list[str]) -> Sources:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    add_settings(parser, EngineSettings, positional="model")
+    add_settings(parser, ServerSettings)
+    add_config(parser)
+    return Sources(parser.parse_args(arguments))
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("max-num-seqs: 3\nblock_size: 4\ndtype: float32\nport: 1\napi_key: [a, b]\nkv-cache-memory: 2GiB\n")
+    for name in list(os.environ):
+        if name.startswith("HYBRIDSERVE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HYBRIDSERVE_MAX_NUM_SEQS", "5")
+    monkeypatch.setenv("HYBRIDSERVE_BLOCK_SIZE", "6")
+    monkeypatch.setenv("HYBRIDSERVE_UI", "false")
+    sources = parse(
+        ["m", "--config", str(file), "--max-num-seqs", "7", "--no-enable-prefix-caching", "--plugin", "x", "--plugin", "y"]
+    )
+    engine, server = sources.settings(EngineSettings), sources.settings(ServerSettings)
+    assert (engine.model, engine.max_num_seqs, engine.block_size, engine.dtype) == ("m", 7, 6, "float32")
+    assert (engine.enable_prefix_caching, engine.plugin, engine.kv_cache_memory) == (False, ("x", "y"), 2 * 2**30)
+    assert (server.port, server.ui, server.api_key, server.host) == (1, False, ("a", "b"), "127.0.0.1")
+    assert "max_num_batched_tokens" not in changed(engine)
+    assert changed(engine)["max_num_seqs"] == 7
+
+
+def test_unknown_names_warn_in_the_environment_and_fail_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HYBRIDSERVE_MAXNUMSEQS", "5")
+    parse(["m"])
+    assert "HYBRIDSERVE_MAXNUMSEQS is no setting" in capsys.readouterr().err
+    file = tmp_path / "settings.yaml"
+    file.write_text("max_seqs: 3\n")
+    with pytest.raises(UsageError, match="max_seqs"):
+        parse(["m", "--config", str(file)])
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_is_quick_and_complete(command: str) -> None:
+    start = time.monotonic()
+    done = hybridserve(*command.split(), "--help")
+    assert time.monotonic() - start < 2.5  # half a second on an idle machine
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in COMMANDS if not command)
+    if command == "serve":
+        for name in (*EngineSettings.__struct_fields__, *ServerSettings.__struct_fields__):
+            assert name == "model" or "--" + name.replace("_", "-") in done.stdout
+
+
+@pytest.mark.parametrize("module", [module for _, module in COMMANDS.values()])
+def test_no_subcommand_imports_what_is_slow_before_it_needs_it(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in ('torch', 'fastapi', 'tokenizers', 'uvicorn', 'zmq') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ([], 2, ""),
+        (["fly"], 2, "unknown command 'fly'"),
+        (["serve", "no/such/folder"], 2, "error: "),
+        (["serve", "demo", "--port", "70000"], 2, "port"),
+        (["serve", "demo", "--host", "0.0.0.0"], 2, "--allow-open-bind"),
+        (["serve", "demo", "--config", "nowhere.yaml"], 2, "nowhere.yaml"),
+        (["generate", "demo", "--prompt", ""], 2, "empty"),
+        (["bench", "serve", "--base-url", "http://127.0.0.1:9"], 2, "cannot be reached"),
+        (["bench", "serve", "--base-url", "ftp://x"], 2, "no HTTP URL"),
+        (["chat", "--url", "http://127.0.0.1:9"], 2, "cannot be reached"),
+    ],
+)
+def test_errors_are_one_line_with_their_exit_code(
+    arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(arguments) == code
+    errors = capsys.readouterr().err
+    assert words in errors
+    assert "Traceback" not in errors
+    assert len([line for line in errors.splitlines() if line.startswith("error: ")]) == bool(words)
+
+
+def test_the_start_up_report_tells_layers_caches_and_users() -> None:
+    text = "\n".join(describe(make_info(500)))
+    for words in ("FakeForCausalLM", "0,2: short_conv", "reference: a fake", "5.00 MiB", "32 superpages of 64.00 KiB"):
+        assert words in text
+    for words in ("1.50 %", "512 B a token", "4.00 KiB of state", "3 with 1,024 tokens", "speculation: not_implemented"):
+        assert words in text
+    assert nbytes(3 * 2**30) == "3.00 GiB"
+
+
+def test_a_models_name_tells_no_path(tmp_path: Path) -> None:
+    assert name_of(str(tmp_path), None) == tmp_path.name
+    assert name_of("owner/name", None) == "owner/name"
+    assert name_of(str(tmp_path), "mine") == "mine"
+    assert text_folder(str(tmp_path)) == tmp_path
+    assert (text_folder("demo") / "tokenizer.json").is_file()
+
+
+def test_percentiles_are_numpys() -> None:
+    import numpy as np
+
+    values = [3.0, 1.0, 2.5, 9.0, 4.0, 4.5]
+    for share in (0, 10, 50, 75, 99, 100):
+        assert percentile(values, share) == pytest.approx(np.percentile(values, share))
+
+
+# Against the demo model.
+
+
+def test_generate_and_bench_in_process(tmp_path: Path) -> None:
+    done = hybridserve(
+        "generate", "demo", "--prompt", "one two", "--prompt", "three", "--json", "--max-tokens", "4", "--ignore-eos"
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert (first["prompt"], second["prompt"], first["finish_reason"]) == ("one two", "three", "length")
+    file = tmp_path / "result.json"
+    arguments = ["--model", "demo", "--load-format", "dummy", "--input-len", "12", "--output-len", "5"]
+    done = hybridserve("bench", "throughput", *arguments, "--num-prompts", "6", "--output-json", str(file))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert json.loads(done.stdout) == result
+    assert result["total_num_tokens"] == 6 * 17
+    assert result["tokens_per_second"] == pytest.approx(result["total_num_tokens"] / result["elapsed_time"])
+    done = hybridserve("bench", "latency", *arguments, "--batch-size", "2", "--num-iters", "3", "--num-iters-warmup", "1")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert len(result["latencies"]) == 3
+    assert result["percentiles"]["50"] == sorted(result["latencies"])[1]
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[tuple["subprocess.Popen[str]", str, list[str]]]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", "import sys; from hybridserve.cli import main; sys.exit(main())"]
+    child = subprocess.Popen(
+        [*command, "serve", "demo", "--port", str(port), *arguments], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT
+    )
+    log: list[str] = []
+    assert child.stderr is not None
+    reader = threading.Thread(target=log.extend, args=(child.stderr,))
+    reader.start()
+    try:
+        end = time.monotonic() + 90
+        while not any("ready: " in line for line in log):
+            assert child.poll() is None, log
+            assert time.monotonic() < end, log
+            time.sleep(0.05)
+        yield child, f"http://127.0.0.1:{port}", log
+    finally:
+        child.kill()
+        child.wait()
+        reader.join()
+        child.stderr.close()
+
+
+def test_serve_with_the_real_engine_and_its_clients() -> None:
+    with served("--api-key", "k", "--served-model-name", "mine", "--max-num-seqs", "8", "--drain-timeout-s", "30") as (
+        child,
+        url,
+        log,
+    ):
+        headers = {"authorization": "Bearer k"}
+        body = {
+            "messages": [{"role": "user", "content": "hello there, you"}],
+            "max_tokens": 8,
+            "ignore_eos": True,
+            "logprobs": True,
+        }
+        replies = [httpx.post(url + "/v1/chat/completions", json=body, headers=headers, timeout=60).json() for _ in range(2)]
+        first, second = (reply["choices"][0] for reply in replies)
+        assert first["message"] == second["message"]
+        assert len(first["logprobs"]["content"]) == 8
+        prompt_tokens = replies[1]["usage"]["prompt_tokens"]
+        assert replies[0]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert replies[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == prompt_tokens - 1
+
+        lengths = ["--input-len", "20", "--output-len", "6", "--prefix-len", "10"]
+        access = ["--base-url", url, "--api-key", "k"]
+        done = hybridserve(
+            "bench", "serve", *access, "--num-prompts", "12", *lengths, "--max-concurrency", "4", "--save-detailed"
+        )
+        assert done.returncode == 0, done.stderr
+        result = json.loads(done.stdout)
+        assert (result["completed"], result["failed"], result["model_id"]) == (12, 0, "mine")
+        assert (result["total_input_tokens"], result["total_output_tokens"]) == (240, 72)
+        for name in ("ttft", "tpot", "itl", "e2el"):
+            assert 0 <= result[f"median_{name}_ms"] <= result[f"p99_{name}_ms"]
+        assert 0 < result["mean_ttft_ms"] < result["mean_e2el_ms"]
+
+        said = hybridserve(
+            "chat", "--url", url, "--api-key", "k", "--max-tokens", "5", "--ignore-eos", input="hello\n/new\nhello\n"
+        )
+        assert said.returncode == 0, said.stderr
+        lines = said.stdout.splitlines()
+        assert len(lines) >= 2
+        refused = hybridserve("chat", "--url", url, "--api-key", "wrong", input="hello\n")
+        assert refused.returncode == 2
+        assert "API key" in refused.stderr
+
+        text = "".join(log)
+        for words in ("Qwen3_5ForCausalLM", "gated_delta", "superpages", "users at once", "as 'mine', a key is needed"):
+            assert words in text
+        assert "hello" not in text
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(30) == 0
+
+
+def test_chat_in_process_uses_the_same_path() -> None:
+    done = hybridserve("chat", "demo", "--max-tokens", "5", "--ignore-eos", "--temperature", "0", input="hello\n\nhello\n/quit\n")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stdout.splitlines()) >= 2
