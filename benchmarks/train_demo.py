@@ -58,9 +58,10 @@ LENGTH_BUCKET = 100
 CURRICULUM = (
     # Few names first: the circuit that matches a name to its value then forms in a hundred steps.
     tasks.Stage(4, num_repeats=14, num_questions=2, num_fact_templates=1, num_names=8, kinds=("code",)),
-    tasks.Stage(8, num_repeats=12, num_questions=4, num_fact_templates=2, num_names=24),
-    tasks.Stage(12, num_repeats=12, num_questions=6, max_fillers=2),
-    tasks.Stage(18, num_repeats=12, num_questions=8, max_fillers=4),
+    # Nothing but questions: carrying the name from the question to the answer is learned apart from matching it.
+    tasks.Stage(4, num_questions=4, num_fact_templates=2, num_names=8),
+    tasks.Stage(8, num_repeats=8, num_questions=6, num_names=24),
+    tasks.Stage(16, num_repeats=12, num_questions=6, max_fillers=3),
     tasks.Stage(tasks.MAX_FACTS, num_repeats=12, num_questions=10, max_fillers=24),
 )
 # Running accuracy of recall at which the next stage starts.

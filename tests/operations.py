@@ -179,7 +179,7 @@ def recurrence(
     dims: tuple[int, int] = (16, 24),
     qk_l2norm: bool = True,
 ) -> Recurrence:
-    """Random inputs. `heads` is (Hk, Hv), `dims` (K, V); "resets" are weak decays with one row in ten at -1000."""
+    """Random inputs. `heads` is (Hk, Hv), `dims` (K, V); "resets" are weak decays with one row in ten at -1000 or -inf."""
     generator = torch.Generator().manual_seed(seed)
     (Hk, Hv), (K, V) = heads, dims
     q, k = (strided(num_rows, Hk, K, generator=generator) for _ in range(2))
@@ -188,7 +188,9 @@ def recurrence(
     low, high = DECAYS.get(decays, DECAYS["weak"])
     log_decay = low + (high - low) * torch.rand(*shape, generator=generator)
     if decays == "resets":
-        log_decay[torch.rand(*shape, generator=generator) < 0.1] = -1000.0
+        chance = torch.rand(*shape, generator=generator)
+        log_decay[chance < 0.1] = -1000.0
+        log_decay[chance < 0.03] = -torch.inf
     if not delta:
         return Recurrence(q, k, v, log_decay)
     beta = torch.rand(num_rows, Hv, generator=generator)

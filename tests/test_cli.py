@@ -98,8 +98,8 @@ def test_no_subcommand_imports_what_is_slow_before_it_needs_it(module: str) -> N
     ("arguments", "code", "words"),
     [
         ([], 2, ""),
+        (["serve"], 2, "no model is named"),
         (["fly"], 2, "unknown command 'fly'"),
-        (["serve", "no/such/folder"], 2, "error: "),
         (["serve", "demo", "--port", "70000"], 2, "port"),
         (["serve", "demo", "--host", "0.0.0.0"], 2, "--allow-open-bind"),
         (["serve", "demo", "--config", "nowhere.yaml"], 2, "nowhere.yaml"),
@@ -148,13 +148,18 @@ def test_percentiles_are_numpys() -> None:
 # Against the demo model.
 
 
-def test_generate_and_bench_in_process(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_generate_in_process() -> None:
     done = hybridserve(
         "generate", "demo", "--prompt", "one two", "--prompt", "three", "--json", "--max-tokens", "4", "--ignore-eos"
     )
     assert done.returncode == 0, done.stderr
     first, second = map(json.loads, done.stdout.splitlines())
     assert (first["prompt"], second["prompt"], first["finish_reason"]) == ("one two", "three", "length")
+
+
+@pytest.mark.slow
+def test_bench_in_process(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     arguments = ["--model", "demo", "--load-format", "dummy", "--input-len", "12", "--output-len", "5"]
     done = hybridserve("bench", "throughput", *arguments, "--num-prompts", "6", "--output-json", str(file))
@@ -248,8 +253,38 @@ def test_serve_with_the_real_engine_and_its_clients() -> None:
         assert child.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_chat_in_process_uses_the_same_path() -> None:
     done = hybridserve("chat", "demo", "--max-tokens", "5", "--ignore-eos", "--temperature", "0", input="hello\n\nhello\n/quit\n")
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stdout.splitlines()) >= 2
+
+
+@pytest.mark.slow
+def test_P7_a_dead_engine_ends_streams_with_an_error_and_is_started_again() -> None:
+    with served() as (child, url, _):
+        engine = int(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()[0])
+        body = {"prompt": "one", "max_tokens": 1500, "ignore_eos": True, "stream": True, "skip_special_tokens": False}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as reply:
+            lines = reply.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.kill(engine, signal.SIGKILL)
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert httpx.get(url + "/ready").status_code == 503
+        assert httpx.get(url + "/health").status_code == 200
+        assert httpx.post(url + "/v1/completions", json={"prompt": "one"}).status_code == 503
+        end = time.monotonic() + 90
+        while httpx.get(url + "/ready").status_code != 200:
+            assert time.monotonic() < end
+            time.sleep(0.2)
+        assert httpx.post(url + "/v1/completions", json={"prompt": "one"}, timeout=60).status_code == 200
+
+
+@pytest.mark.slow
+def test_a_folder_that_does_not_exist_is_one_line() -> None:
+    done = hybridserve("serve", "no/such/folder")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") or "\nerror: " in done.stderr
+    assert "Traceback" not in done.stderr

@@ -126,19 +126,19 @@ def test_I6_recurrence_in_two_passes_equals_one(backend: str, kind: str, cut: in
 
 @over_recurrences
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", [0, 40])
 @pytest.mark.parametrize("cuts", [(64, 192), (128,), (64, 128, 192, 256)])
-def test_passes_that_end_on_the_chunk_grid_round_alike(backend: str, kind: str, cuts: tuple[int, ...]) -> None:
+def test_passes_that_end_on_the_chunk_grid_round_alike(backend: str, kind: str, cuts: tuple[int, ...], first: int) -> None:
     inputs = recurrence(270, **KINDS[kind])
     op = op_of(backend, kind)
-    batch, table = build([Rows(270, writes=((100, 0), (269, 1)))])
+    batch, table = build([Rows(270 - first, context=first, start=1, writes=((100, 0), (269 - first, 1)))])
     state = pool_for(table, 4, 24, 16)
-    whole = inputs.run(op, state, batch, table)
+    split_state = state.clone()
+    whole = inputs.rows(first, 270).run(op, state, batch, table)
     parts = []
-    split_state = torch.full_like(state, torch.nan)
-    for first, last in itertools.pairwise((0, *cuts, 270)):
-        start = 1 if first else NO_SLOT
-        batch, table = build([Rows(last - first, context=first, start=start, writes=((last - first - 1, 1),))])
-        parts.append(inputs.rows(first, last).run(op, split_state, batch, table))
+    for begin, end in itertools.pairwise((first, *cuts, 270)):
+        batch, table = build([Rows(end - begin, context=begin, start=1, writes=((end - begin - 1, 1),))])
+        parts.append(inputs.rows(begin, end).run(op, split_state, batch, table))
     assert torch.equal(torch.cat(parts), whole)
     assert torch.equal(split_state[1], state[1])
 

@@ -173,6 +173,7 @@ def test_chunked_prefill_equals_one_pass(backend: str) -> None:
 def test_temporaries_are_bounded_by_cutting_rows(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Small enough that every form of cutting happens: rows of a prompt, and groups of decode rows.
     monkeypatch.setattr(attention, "TEMPORARY_NBYTES", 4096)
+    monkeypatch.setattr(attention, "MIN_WINDOW_ROWS", 4)
     for window, softcap in ((None, None), (9, None), (None, 2.0)):
         p = make_pass(SITUATIONS["mixed"] + SITUATIONS["decode"], window=window)
         scores = {"scale": 0.25, "window": window, "softcap": softcap}

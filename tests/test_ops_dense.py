@@ -28,6 +28,12 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=bound)
 
 
+def assert_rounded_alike(actual: Tensor, expected: Tensor) -> None:
+    """A rounding in between shows in every third element of bfloat16; a sum in another order in hardly any."""
+    if actual.dtype is torch.bfloat16:
+        assert (actual == expected.bfloat16()).double().mean() > 0.95
+
+
 @over_backends("linear")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -61,7 +67,7 @@ def test_linear_is_widened_where_the_cpu_is_slow_and_the_reason_says_so() -> Non
 @over_backends("rms_norm")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_equals_transformers(backend: str, dtype: torch.dtype) -> None:
-    x, weight = random(3, 5, 24).to(dtype) * 3, random(24, seed=1).to(dtype)
+    x, weight = random(3, 50, 24).to(dtype) * 3, random(24, seed=1).to(dtype)
     plain, centred = LlamaRMSNorm(24, eps=1e-5), Qwen3NextRMSNorm(24, eps=1e-5)
     plain.weight.data, centred.weight.data = weight, weight
     op = operation(backend, "rms_norm", dtype)
@@ -72,6 +78,7 @@ def test_rms_norm_equals_transformers(backend: str, dtype: torch.dtype) -> None:
     ):
         assert y.dtype == dtype
         assert_near(y, expected.detach())
+        assert_rounded_alike(y, expected)
 
 
 @over_backends("rms_norm")
@@ -96,13 +103,14 @@ def test_gated_rms_norm_equals_mamba2(backend: str, groups: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_rms_norm_equals_qwen3_next(backend: str, dtype: torch.dtype) -> None:
     # The layer gives fp32 results of the recurrence per head, and a gate in the activations' dtype.
-    x, gate, weight = random(7, 4, 24), random(7, 4, 24, seed=1).to(dtype), random(24, seed=2)
+    x, gate, weight = random(50, 4, 24), random(50, 4, 24, seed=1).to(dtype), random(24, seed=2)
     published = Qwen3NextRMSNormGated(24, eps=1e-5)
     published.weight.data = weight
     op = operation(backend, "gated_rms_norm", dtype)
     y = op(x, gate, weight, 1e-5, group_size=24, norm_first=True, activation="silu")
     assert y.dtype == dtype
     assert_near(y, published(x, gate.float()).detach())
+    assert_rounded_alike(y, published(x, gate.float()).detach())
 
 
 @over_backends("gated_rms_norm")

@@ -21,11 +21,11 @@ import uvicorn
 from hybridserve.config import ServerSettings
 from hybridserve.engine.chat import ChatTemplate
 from hybridserve.engine.text import Tokenizer
-from hybridserve.errors import EngineDeadError, OverloadedError, UsageError
+from hybridserve.errors import EngineDeadError, OverloadedError, UsageError, WeightsError
 from hybridserve.request import EngineRequest
 from hybridserve.server.app import create_app
 from hybridserve.server.lifecycle import Lifecycle
-from hybridserve.server.run import check_exposure
+from hybridserve.server.run import Launch, check_exposure, serve
 from hybridserve.server.workers import Workers
 from tests.fake_engine import FakeEngine, Script, make_info
 from tests.test_text import CHATML, byte_level_core
@@ -578,12 +578,26 @@ def test_I26_normal_ends_cause_no_abort(shared: Running) -> None:
     assert shared.engine.aborted == []
 
 
-def test_tokens_that_wait_are_merged_into_one_event() -> None:
-    with serving(lambda request: Script(IDS * 40), max_model_len=2048) as running:
+def test_a_long_stream_loses_and_repeats_nothing() -> None:
+    with serving(lambda request: Script(IDS * 40, step=7), max_model_len=2048) as running:
         reply = running.post("/v1/completions", {"prompt": "x", "stream": True, "max_tokens": 1000, "return_token_ids": True})
         events = events_of(reply.text)
-        assert sum(len(event["choices"][0]["token_ids"]) for event in events) == min(1000, 40 * len(IDS))
+        assert joined(event["choices"][0]["token_ids"] for event in events) == (IDS * 40)[:1000]
         assert "".join(event["choices"][0]["text"] for event in events) == TOKENIZER.decode((IDS * 40)[:1000])
+
+
+def test_a_silent_stream_is_kept_open_by_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridserve.server.stream.FIRST_OUTPUT_S", 0.05)
+    monkeypatch.setattr("hybridserve.server.stream.KEEP_ALIVE_S", 0.05)
+    slow = Script(IDS[:3], delay_s=0.3, finish="error", error="NaN in the logits")
+    with serving(lambda request: slow if request.sampling.seed else Script(IDS[:3], delay_s=0.3)) as running:
+        reply = running.post("/v1/completions", {"prompt": "x", "stream": True})
+        assert reply.text.startswith(": waiting\n\n")
+        assert reply.text.count(": waiting") >= 3
+        assert "".join(event["choices"][0]["text"] for event in events_of(reply.text)) == TOKENIZER.decode(IDS[:3])
+        reply = running.post("/v1/completions", {"prompt": "x", "stream": True, "seed": 1})
+        assert reply.status_code == 200
+        assert events_of(reply.text)[-1]["error"]["message"] == "NaN in the logits"
 
 
 # The server about itself.
@@ -617,7 +631,7 @@ def test_metrics_count_what_happened() -> None:
             f"hybridserve:state_slots_total{{{labels}}} 9.0",
             f"hybridserve:prefix_cache_queries_total{{{labels}}} 100.0",
             f"hybridserve:prefix_cache_hits_total{{{labels}}} 40.0",
-            f'hybridserve:request_success_total{{engine="0",finished_reason="length",model_name="fake"}} 2.0',
+            'hybridserve:request_success_total{engine="0",finished_reason="length",model_name="fake"} 2.0',
             f"hybridserve:time_to_first_token_seconds_count{{{labels}}} 2.0",
             f"hybridserve:inter_token_latency_seconds_count{{{labels}}} {2 * (len(IDS) - 1)}.0",
             f"hybridserve:request_generation_tokens_sum{{{labels}}} {2 * len(IDS)}.0",
@@ -755,8 +769,26 @@ def test_P8_a_second_signal_aborts_with_an_error_event() -> None:
 
 
 def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
+    async def start() -> FakeEngine:
+        raise AssertionError("loaded")
+
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        arguments = [sys.executable, "-m", "tests.fake_engine", str(port), "0"]
-        done = subprocess.run(arguments, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=30)
-        assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+        settings = ServerSettings(port=taken.getsockname()[1])
+        launch = Launch(settings, start, lambda client, lifecycle: pytest.fail("served"), lambda client, address: None)
+        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1:{settings.port}"):
+            asyncio.run(serve(launch))
+
+
+def test_P14_what_keeps_the_engine_from_loading_is_raised_and_the_port_stays_closed() -> None:
+    async def start() -> FakeEngine:
+        with pytest.raises(OSError, match="Connect call failed"):
+            await asyncio.open_connection("127.0.0.1", port)
+        raise WeightsError("model.safetensors is truncated")
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    launch = Launch(
+        ServerSettings(port=port), start, lambda client, lifecycle: pytest.fail("served"), lambda client, address: None
+    )
+    with pytest.raises(WeightsError, match="truncated"):
+        asyncio.run(serve(launch))

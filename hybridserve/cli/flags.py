@@ -19,14 +19,14 @@ _ALL_SETTINGS: tuple[type[msgspec.Struct], ...] = (EngineSettings, ServerSetting
 
 
 def add_settings(parser: argparse.ArgumentParser, kind: type[msgspec.Struct], *, positional: str | None = None) -> None:
-    """Add a flag for every field of `kind`; the one named `positional` needs no flag."""
+    """Add a flag for every field of `kind`; the one named `positional` is an argument, if it is not said elsewhere."""
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType), "settings are structs"
     group = parser.add_argument_group(_title(kind))
     for field in info.fields:
         text, inner = _help_and_type(field.type)
         if field.name == positional:
-            parser.add_argument(field.name, metavar=field.name.upper(), help=text)
+            parser.add_argument(field.name, nargs="?", metavar=field.name.upper(), help=text)
         else:
             _add_flag(group, field.name, inner, text, None if field.required else field.default)
 
@@ -54,6 +54,8 @@ class Sources:
 
     def settings(self, kind: type[S]) -> S:
         """Settings of one kind: flags, then `HYBRIDSERVE_*`, then the file. Raises UsageError."""
+        if kind is EngineSettings and not any("model" in source for source in self._sources):
+            raise UsageError("no model is named; give a folder, a Hugging Face repo id or `demo`")
         return resolve(kind, *(_part(source, kind) for source in self._sources))
 
 

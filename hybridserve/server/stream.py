@@ -1,7 +1,7 @@
-"""Server-sent events: the choices of one request merged into one stream, ended early when the client goes.
+"""Server-sent events: the choices of one request in one stream, ended early when the client goes.
 
-Owns the mailbox between choices and socket, and the watch for a disconnect. Must not know what an event holds: a route's
-`Events` writes that. Tokens that wait for the socket are merged into one event.
+Owns the socket's side of a stream and the watch for a disconnect. Must not know what an event holds: a route's `Events` writes
+that. Tokens that pile up while the socket is slow come from the engine's client as one output, so they become one event.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _KEEP_ALIVE = b": waiting\n\n"
 
 
 class Events(Protocol):
-    """What one route puts into its events. All methods return whole events."""
+    """What one route puts into its events. All methods return whole events, or nothing."""
 
     def open(self, choice: Choice) -> bytes:
         """Before a choice's first delta."""
@@ -43,49 +43,29 @@ class Events(Protocol):
         ...
 
 
-class Mailbox:
-    """Deltas of all choices that wait to be sent, merged per choice. One reader."""
+class _Writer:
+    """The reply's body. Its headers are sent with the first event."""
 
-    def __init__(self, num_choices: int) -> None:
-        self._waiting: dict[int, Delta] = {}
-        self._error: Exception | None = None
-        self._num_open = num_choices
-        self._is_pinged = False
-        self._changed = asyncio.Event()
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._headers = headers
+        self._starting = asyncio.Lock()
+        self._has_started = False
+        self.is_begun = False  # from now on an error cannot be a status
+        self.num_written = 0
 
-    @property
-    def is_over(self) -> bool:
-        return self._num_open == 0 and not self._waiting and self._error is None
+    async def write(self, body: bytes, *, more: bool = True) -> None:
+        if not self._has_started:
+            await self._start()
+        self.num_written += 1
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
-    def put(self, index: int, delta: Delta) -> None:
-        earlier = self._waiting.get(index)
-        if earlier is None:
-            self._waiting[index] = delta
-            self._changed.set()
-        else:
-            earlier.extend(delta)
-
-    def close_one(self, error: Exception | None = None) -> None:
-        """A choice has ended, perhaps by an error, which ends the stream after what waits."""
-        self._num_open -= 1
-        self._error = self._error or error
-        self._changed.set()
-
-    def ping(self) -> None:
-        """Let the reader go on without a delta."""
-        self._is_pinged = True
-        self._changed.set()
-
-    async def take(self) -> dict[int, Delta]:
-        """All that waits, by choice; empty after a ping or when all is over. Raises the error that ended a choice."""
-        await self._changed.wait()
-        waiting, self._waiting = self._waiting, {}
-        if not waiting and self._error is not None:
-            raise self._error
-        self._is_pinged = False
-        if self._error is None and self._num_open > 0:
-            self._changed.clear()
-        return waiting
+    async def _start(self) -> None:
+        self.is_begun = True
+        async with self._starting:
+            if not self._has_started:
+                await self._send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *self._headers]})
+                self._has_started = True
 
 
 async def send_stream(
@@ -101,66 +81,60 @@ async def send_stream(
     A failure before the first output is raised, so that it becomes a status code; a later one becomes an error event, and the
     stream ends without `[DONE]`.
     """
-    async with until_disconnect(receive), _pumped(choices, client) as mailbox:
-        first = await mailbox.take()
-        await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *headers]})
+    writer = _Writer(send, headers)
+    async with until_disconnect(receive):
         try:
-            await _send_deltas(choices, events, mailbox, first, send)
+            async with _kept_alive(writer):
+                await _write_all(choices, client, events, writer)
             last = events.close(choices) + _DONE
-        except Exception as error:  # the status is sent: the stream itself must tell
+        except Exception as error:
+            if not writer.is_begun:
+                raise
             last = b"data: " + error_body(told(error)) + b"\n\n"
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        await writer.write(last, more=False)
 
 
-async def _send_deltas(
-    choices: Sequence[Choice], events: Events, mailbox: Mailbox, waiting: dict[int, Delta], send: Send
-) -> None:
-    is_open = [False] * len(choices)
-    while True:
-        parts = []
-        for index, delta in waiting.items():
-            if not is_open[index]:
-                is_open[index] = True
-                parts.append(events.open(choices[index]))
-            parts.append(events.delta(choices[index], delta))
-        body = b"".join(parts)
-        if body or not waiting:
-            await send({"type": "http.response.body", "body": body or _KEEP_ALIVE, "more_body": True})
-        if mailbox.is_over:
-            return
-        waiting = await mailbox.take()
+async def _write_all(choices: Sequence[Choice], client: EngineClient, events: Events, writer: _Writer) -> None:
+    """Write all choices as their outputs come. The first failure ends the others."""
+    if len(choices) == 1:
+        await _write(choices[0], client, events, writer)
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for choice in choices:
+                group.create_task(_write(choice, client, events, writer))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _write(choice: Choice, client: EngineClient, events: Events, writer: _Writer) -> None:
+    opening = events.open(choice)
+    async with aclosing(choice.deltas(client)) as deltas:
+        async for delta in deltas:
+            body = events.delta(choice, delta)
+            if opening:
+                body, opening = opening + body, b""
+            if body:
+                await writer.write(body)
 
 
 @asynccontextmanager
-async def _pumped(choices: Sequence[Choice], client: EngineClient) -> AsyncIterator[Mailbox]:
-    """Read all choices into a mailbox; leaving ends those that still run."""
-    mailbox = Mailbox(len(choices))
-    tasks = [asyncio.create_task(_pump(choice, client, mailbox)) for choice in choices]
-    tasks.append(asyncio.create_task(_keep_alive(mailbox)))
+async def _kept_alive(writer: _Writer) -> AsyncIterator[None]:
+    """Write a comment now and then while there is nothing else to write."""
+
+    async def keep_alive() -> None:
+        pause_s, seen = FIRST_OUTPUT_S, 0
+        while True:
+            await asyncio.sleep(pause_s)
+            if writer.num_written == seen:
+                await writer.write(_KEEP_ALIVE)
+            pause_s, seen = KEEP_ALIVE_S, writer.num_written
+
+    task = asyncio.create_task(keep_alive())
     try:
-        yield mailbox
+        yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _keep_alive(mailbox: Mailbox) -> None:
-    await asyncio.sleep(FIRST_OUTPUT_S)
-    while True:
-        mailbox.ping()
-        await asyncio.sleep(KEEP_ALIVE_S)
-
-
-async def _pump(choice: Choice, client: EngineClient, mailbox: Mailbox) -> None:
-    try:
-        async with aclosing(choice.deltas(client)) as deltas:
-            async for delta in deltas:
-                mailbox.put(choice.index, delta)
-    except Exception as error:
-        mailbox.close_one(error)
-    else:
-        mailbox.close_one()
+        task.cancel()
 
 
 @asynccontextmanager

@@ -6,9 +6,13 @@ Owns the decision what to offer for a dtype on this machine and says why. Must n
 
 import torch
 
+from hybridserve.backends.cpu.attention import NativeAttention
 from hybridserve.backends.cpu.build import COMPILER, library_path
+from hybridserve.backends.cpu.conv import NativeShortConv
+from hybridserve.backends.cpu.experts import NativeMoe
 from hybridserve.backends.cpu.library import Library
-from hybridserve.backends.cpu.linear import NativeLinear
+from hybridserve.backends.cpu.linear import MAX_ROWS_BESIDE_BF16_HARDWARE, NativeLinear
+from hybridserve.backends.cpu.norms import NativeNorms
 from hybridserve.backends.cpu.recurrence import NativeRecurrence
 from hybridserve.backends.offer import Offer, Operation
 from hybridserve.config import user_cache_folder
@@ -30,13 +34,23 @@ def offer(device: torch.device, dtype: torch.dtype, compiler: str = COMPILER) ->
     except MissingDependencyError as error:
         return Offer({}, {}, str(error))
     bf16_hardware = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    recurrence = NativeRecurrence(library)
-    ops: dict[str, Operation] = {
-        "linear": NativeLinear(library, bf16_hardware),
-        "delta_rule": recurrence.delta_rule,
-        "linear_scan": recurrence.linear_scan,
-    }
     reason = f"compiled by {compiler} for this processor"
     if bf16_hardware:
-        reason += "; it has bf16 instructions, so bf16 products of more than 4 rows are torch's"
-    return Offer(ops, {}, reason)
+        reason += f"; it has bf16 instructions, so bf16 products of more than {MAX_ROWS_BESIDE_BF16_HARDWARE} rows are torch's"
+    return Offer(_operations(library, bf16_hardware), {}, reason)
+
+
+def _operations(library: Library, bf16_hardware: bool) -> dict[str, Operation]:
+    """Every operation on the kernels of `library`."""
+    attention, norms, recurrence = NativeAttention(library), NativeNorms(library), NativeRecurrence(library)
+    return {
+        "linear": NativeLinear(library, bf16_hardware),
+        "rms_norm": norms.rms_norm,
+        "gated_rms_norm": norms.gated_rms_norm,
+        "kv_write": attention.kv_write,
+        "paged_attention": attention.paged_attention,
+        "short_conv": NativeShortConv(library),
+        "delta_rule": recurrence.delta_rule,
+        "linear_scan": recurrence.linear_scan,
+        "moe": NativeMoe(library, bf16_hardware),
+    }

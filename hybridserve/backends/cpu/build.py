@@ -8,6 +8,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hybridserve.errors import MissingDependencyError
@@ -15,7 +16,7 @@ from hybridserve.errors import MissingDependencyError
 COMPILER = "g++"
 #: No -ffast-math: it lets sums depend on how loops are unrolled, and links code that flushes denormals in the whole process.
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
 )
 _SOURCES = Path(__file__).parent
@@ -54,9 +55,12 @@ def _check_folder(folder: Path) -> None:
 
 
 def _compile(sources: list[Path], target: Path, compiler: str) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
+        commands = [[compiler, *FLAGS, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
+        list(pool.map(_run, commands))
         built = Path(scratch) / target.name
-        _run([compiler, *FLAGS, *map(str, sources), "-o", str(built)])
+        _run([compiler, *FLAGS, "-shared", *objects, "-o", str(built)])
         # Several processes may build at once: each renames a whole file onto the same name.
         built.replace(target)
 

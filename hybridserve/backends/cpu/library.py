@@ -5,25 +5,43 @@ operations. The wrappers beside it take a `Library`; `offer` loads it.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from hybridserve.backends.ops import Activation
+
 #: A C function: pointers, sizes, strides and scalars in, arrays written in place.
 Kernel: TypeAlias = Callable[..., None]
 
-_ARGUMENT = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
+_ARGUMENT: Mapping[str, type[ctypes._SimpleCData[Any]]] = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 
-#: C functions by name, one letter for each argument: p pointer, n int64, i int32, f float.
+#: C functions by name, one letter for each argument: p pointer, n int64, i int32, f float. Groups are for the eye.
 _SIGNATURES = {
     "hs_linear": "pni pni p p nnn i",
     "hs_recurrence": "pinn pinn pinn pinni pinn pn pi pppp nn nnnn fii",
+    "hs_short_conv": "pin pi pi pin p pppp nn nn ii",
+    "hs_paged_attention": "pinn pnnn pnnn i pnn ppn nnnn fnf pi pi i",
+    "hs_kv_write": "pin pinn pnnn i",
+    "hs_rms_norm": "pinn pi fi p nnn i",
+    "hs_gated_rms_norm": "pinn pinn pi fnii p nnn i",
+    "hs_moe": "pin p pi pnn pnn i p nnnnn ii",
 }
 
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
+
+#: Codes of the activation functions in activation.h.
+ACTIVATION_CODES: Mapping[Activation, int] = {
+    "identity": 0,
+    "silu": 1,
+    "sigmoid": 2,
+    "gelu": 3,
+    "gelu_tanh": 4,
+    "relu2": 5,
+}
 
 
 class Library:
@@ -42,7 +60,7 @@ class Library:
 
 def covers(*tensors: Tensor | None) -> bool:
     """Whether each tensor (None passes) has an element type that the kernels read: fp32 or bf16."""
-    return all(tensor is None or tensor.dtype in _IS_BF16 for tensor in tensors)
+    return {tensor.dtype for tensor in tensors if tensor is not None} <= _IS_BF16.keys()
 
 
 def is_bf16(tensor: Tensor) -> int:
@@ -55,6 +73,12 @@ def dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def pointer(tensor: Tensor | None) -> int | None:
-    """Address of the first element, or null for None."""
-    return None if tensor is None else tensor.data_ptr()
+def elements(tensor: Tensor | None) -> tuple[int | None, int]:
+    """A dense tensor as kernels take it: address (null for None) and code of the element type."""
+    return (None, 0) if tensor is None else (tensor.data_ptr(), _IS_BF16[tensor.dtype])
+
+
+def heads(tensor: Tensor) -> tuple[int, int, int, int]:
+    """A [T, H, ...] tensor as kernels take it: address, element type, strides of rows and heads."""
+    row, head = tensor.stride()[:2]
+    return tensor.data_ptr(), _IS_BF16[tensor.dtype], row, head

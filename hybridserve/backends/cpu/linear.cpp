@@ -15,22 +15,20 @@ struct Problem {
     int threads;
 };
 
-template <class X, class W> const float *widened(const Problem &p, float *memory, int64_t padded, int64_t first, int64_t rows) {
-    const X *x = static_cast<const X *>(p.x) + first * p.x_stride;
-#pragma omp parallel for num_threads(p.threads) if (rows * padded > 32768)
-    for (int64_t m = 0; m < rows; m++)
-        widen_row<W>(x + m * p.x_stride, p.k, memory + m * padded);
-    return memory;
+template <class X, class W> void widen(const Problem &p, int64_t first, const XRows &x, float *memory) {
+    const X *from = static_cast<const X *>(p.x) + first * p.x_stride;
+#pragma omp parallel for num_threads(p.threads) if (x.count * p.k > 32768)
+    for (int64_t m = 0; m < x.count; m++)
+        widen_row<W>(from + m * p.x_stride, p.k, memory + m * x.stride);
 }
 
-template <class X, class W>
-void write_panel(const Problem &p, const float *sums, int64_t first_row, int64_t rows, int64_t n, int64_t count) {
+template <class X, class W> void write(const Problem &p, const Sums &sums, int64_t first_row, int64_t rows, int64_t n, int64_t count) {
     const W *bias = static_cast<const W *>(p.bias);
     for (int64_t m = 0; m < rows; m++) {
         X *out = static_cast<X *>(p.out) + (first_row + m) * p.n + n;
         for (int64_t i = 0; i < count; i += LANES) {
             int64_t left = count - i;
-            vf y = load_some(sums + m * PANEL_W + i, left);
+            vf y = load_some(sums.data + m * sums.stride + i, left);
             if (bias != nullptr)
                 y += load_some(bias + n + i, left);
             store_some(out + i, y, left);
@@ -40,22 +38,22 @@ void write_panel(const Problem &p, const float *sums, int64_t first_row, int64_t
 
 template <class X, class W> void linear(const Problem &p) {
     static thread_local Scratch x_scratch;
-    int64_t padded = round_up(p.k, PAIR), most = smaller(ROW_BLOCK, p.rows);
-    float *memory = x_scratch.floats(most * padded);
+    int64_t stride = x_stride_for(p.k), panels = (p.n + PANEL_W - 1) / PANEL_W;
+    float *memory = x_scratch.floats(smaller(ROW_BLOCK, p.rows) * stride);
     const W *w = static_cast<const W *>(p.w);
-    int64_t panels = (p.n + PANEL_W - 1) / PANEL_W;
     for (int64_t first = 0; first < p.rows; first += ROW_BLOCK) {
-        int64_t rows = smaller(ROW_BLOCK, p.rows - first);
-        const float *x = widened<X, W>(p, memory, padded, first, rows);
-#pragma omp parallel num_threads(p.threads) if (p.n * p.k * rows > 65536)
+        XRows x{memory, stride, smaller(ROW_BLOCK, p.rows - first)};
+        widen<X, W>(p, first, x, memory);
+#pragma omp parallel num_threads(p.threads) if (p.n * p.k * x.count > 65536)
         {
             static thread_local Scratch scratch;
-            float *panel = scratch.floats(PANEL_W * K_BLOCK + rows * PANEL_W), *sums = panel + PANEL_W * K_BLOCK;
+            float *panel = scratch.floats(PANEL_SIZE + x.count * PANEL_W);
+            Sums sums{panel + PANEL_SIZE, PANEL_W};
 #pragma omp for schedule(dynamic)
             for (int64_t block = 0; block < panels; block++) {
                 int64_t n = block * PANEL_W, count = smaller(PANEL_W, p.n - n);
-                multiply_panel(w + n * p.w_stride, p.w_stride, count, x, padded, rows, p.k, panel, sums);
-                write_panel<X, W>(p, sums, first, rows, n, count);
+                multiply(WeightRows<W>::strided(w + n * p.w_stride, p.w_stride, count), x, p.k, panel, sums);
+                write<X, W>(p, sums, first, x.count, n, count);
             }
         }
     }

@@ -6,11 +6,11 @@ Owns the choice between the kernel and torch for a number of rows. Must not know
 import torch
 from torch import Tensor
 
-from hybridserve.backends import reference
-from hybridserve.backends.cpu.library import Library, covers, dense_rows, is_bf16, pointer
+from hybridserve.backends.cpu.library import Library, covers, dense_rows, elements, is_bf16
+from hybridserve.backends.reference import linear as reference
 
 #: With bf16 instructions, the most rows for which reading the weights outweighs the arithmetic, so that the kernel wins.
-_MAX_ROWS_BESIDE_BF16_HARDWARE = 4
+MAX_ROWS_BESIDE_BF16_HARDWARE = 4
 
 
 class NativeLinear:
@@ -38,7 +38,7 @@ class NativeLinear:
         self._kernel(
             *(rows.data_ptr(), rows.stride(0), is_bf16(rows)),
             *(weight.data_ptr(), weight.stride(0), is_bf16(weight)),
-            *(pointer(bias), out.data_ptr()),
+            *(elements(bias)[0], out.data_ptr()),
             *(rows.shape[0], size_out, size_in, torch.get_num_threads()),
         )
         return out
@@ -47,4 +47,4 @@ class NativeLinear:
         if not covers(rows, weight, bias) or weight.stride(1) != 1:
             return False
         both_bf16 = rows.dtype == weight.dtype == torch.bfloat16
-        return not (self._bf16_hardware and both_bf16 and rows.shape[0] > _MAX_ROWS_BESIDE_BF16_HARDWARE)
+        return not (self._bf16_hardware and both_bf16 and rows.shape[0] > MAX_ROWS_BESIDE_BF16_HARDWARE)

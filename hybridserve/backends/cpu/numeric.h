@@ -170,6 +170,12 @@ static inline vf exp_lanes(vf x) {
     return choose(under, vf{}, choose(over, splat(INFINITY), y));
 }
 
+static inline vf round_to_bf16(vf v) {
+    bf16 rounded[LANES];
+    store(rounded, v);
+    return load(rounded);
+}
+
 static inline vf sigmoid_lanes(vf x) { return splat(1.0f) / (splat(1.0f) + exp_lanes(-x)); }
 
 // Elements whose type is known only at run time.

@@ -6,8 +6,9 @@ Owns the mapping of their tensors to the kernel's arguments. Must not know layer
 import torch
 from torch import Tensor
 
-from hybridserve.backends import reference
-from hybridserve.backends.cpu.library import Kernel, Library, covers, dense_rows, is_bf16, pointer
+from hybridserve.backends.cpu.library import Kernel, Library, covers, dense_rows, elements, heads
+from hybridserve.backends.cpu.states import table_arguments
+from hybridserve.backends.reference import recurrence as reference
 from hybridserve.batch import Batch, StateTable
 
 
@@ -40,9 +41,7 @@ class NativeRecurrence:
         [L, Hv, V, K] fp32, in place. Returns [T, Hv, V] in v's dtype.
         """
         if not _takes(state, q, k, v, log_decay, beta):
-            return reference.delta_rule(
-                q, k, v, log_decay, beta, state, batch, table, scale=scale, qk_l2norm=qk_l2norm
-            )
+            return reference.delta_rule(q, k, v, log_decay, beta, state, batch, table, scale=scale, qk_l2norm=qk_l2norm)
         out = v.new_empty(v.shape)
         self._run(q, k, v, log_decay, beta, state, out, batch, table, scale, qk_l2norm)
         return out
@@ -79,25 +78,15 @@ class NativeRecurrence:
         per_channel = log_decay.dim() == 3
         if per_channel:
             log_decay = dense_rows(log_decay)
-        num_slots_heads_sizes = state.shape
+        _, num_heads, value_size, key_size = state.shape
         self._kernel(
-            *_rows(q),
-            *_rows(k),
-            *_rows(v),
-            *(*_rows(log_decay), per_channel),
-            *((None, 0, 0, 0) if beta is None else _rows(beta)),
-            *(state.data_ptr(), state.stride(0), out.data_ptr(), is_bf16(out)),
-            *(batch.cu_seqlens.data_ptr(), table.start_slots.data_ptr(), pointer(table.write_rows)),
-            *(pointer(table.write_slots), batch.num_sequences, len(table.write_rows_host)),
-            *(q.shape[1], num_slots_heads_sizes[1], num_slots_heads_sizes[3], num_slots_heads_sizes[2]),
+            *(*heads(q), *heads(k), *heads(v), *heads(log_decay), per_channel),
+            *((None, 0, 0, 0) if beta is None else heads(beta)),
+            *(state.data_ptr(), state.stride(0), *elements(out)),
+            *table_arguments(batch, table),
+            *(q.shape[1], num_heads, key_size, value_size),
             *(scale, qk_l2norm, torch.get_num_threads()),
         )
-
-
-def _rows(tensor: Tensor) -> tuple[int, int, int, int]:
-    """A [T, H, ...] tensor as the kernel takes it: address, element type, strides of rows and heads."""
-    row, head = tensor.stride()[:2]
-    return tensor.data_ptr(), is_bf16(tensor), row, head
 
 
 def _takes(state: Tensor, *rows: Tensor) -> bool:

@@ -18,6 +18,8 @@ from hybridserve.batch import Batch, PagedTable
 TEMPORARY_NBYTES = 64 * 2**20
 #: How much longer than on average a group of decode rows may be padded.
 PADDING_FACTOR = 1.25
+#: With a window, rows are cut to about its length, so that each part sees little that its rows do not; but to no fewer.
+MIN_WINDOW_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,9 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `ops.PagedAttention`. q: [T, Hq, K]; k_cache: [B, block_size, Hk, K]; v_cache: [B, block_size, Hk, V]; sinks:
-    [Hq].
+    """See `ops.PagedAttention`. q: [T, Hq, K]; k_cache: [B, block_size, Hk, K]; v_cache: [B, block_size, Hk, V].
 
-    Returns [T, Hq, V] in q's dtype. Entries outside what a row sees are never read: they may be stale or NaN.
+    sinks: [Hq]. Returns [T, Hq, V] in q's dtype. Entries outside what a row sees are never read: they may be stale or NaN.
     """
     scores = Scores(scale, window, softcap, sinks)
     out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
@@ -140,22 +141,32 @@ def _attend_decode(
 
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, span: Span, scores: Scores, out: Tensor) -> None:
     """Rows of one sequence. q: [n, Hq, K]; k: [L, Hk, K]; v: [L, Hk, V]; out: [n, Hq, V], in place."""
-    num_rows, num_heads = q.shape[:2]
+    num_rows = len(q)
     fused = scores.plain and k.shape[-1] == v.shape[-1]
-    whole = num_rows == span.num_tokens and (scores.window is None or scores.window >= num_rows)
-    if fused and whole and (q.device.type == "cpu" or q.dtype.itemsize == 2):
+    if fused and _needs_no_mask(q, span, scores):
         qh, kh, vh = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         y = F.scaled_dot_product_attention(qh, kh, vh, is_causal=True, scale=scores.scale, enable_gqa=True)
         out.copy_(y[0].transpose(0, 1))
         return
-    copies = num_heads // k.shape[1] if fused else num_heads
-    part = max(1, TEMPORARY_NBYTES // (4 * copies * span.num_tokens))
+    # What has a number per row and token: the mask, one for each head of a group, or the scores of all heads.
+    num_matrices = q.shape[1] // k.shape[1] if fused else q.shape[1]
+    part = max(1, TEMPORARY_NBYTES // (4 * num_matrices * span.num_tokens))
+    if scores.window is not None:
+        part = min(part, max(scores.window, MIN_WINDOW_ROWS))
     for start in range(0, num_rows, part):
         stop = min(start + part, num_rows)
         last = span.num_tokens - num_rows + stop  # tokens up to the last row's own, counted from span.first
         first = 0 if scores.window is None else max(0, last - (stop - start) + 1 - scores.window)
         seen = _seen(stop - start, last - first, scores.window, q.device)
         out[start:stop] = _attend_part(q[start:stop], k[first:last], v[first:last], seen, scores)
+
+
+def _needs_no_mask(q: Tensor, span: Span, scores: Scores) -> bool:
+    """Whether torch's own causal form does: all of the prompt is here, and a fused kernel takes it. q: [n, Hq, K]."""
+    if span.num_rows < span.num_tokens or (scores.window is not None and scores.window < span.num_rows):
+        return False
+    # On CUDA other dtypes and sizes would get a score matrix of the whole prompt.
+    return q.device.type == "cpu" or (q.dtype.itemsize == 2 and q.shape[-1] <= 256)
 
 
 def _seen(num_rows: int, num_tokens: int, window: int | None, device: torch.device) -> Tensor:

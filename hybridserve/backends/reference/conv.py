@@ -22,11 +22,10 @@ def short_conv(
     *,
     activation: Activation,
 ) -> Tensor:
-    """See `ops.ShortConv`. x: [T, C]; weight: [C, W]; bias: [C] or None; window: [L, W - 1, C], in place. Returns [T,
-    C].
+    """See `ops.ShortConv`. x: [T, C]; weight: [C, W]; bias: [C] or None; window: [L, W - 1, C], in place.
 
-    The history puts before each sequence's rows the W - 1 inputs it starts from, so that the input of tap j is the row
-    W - 1 - j further up, in whichever part it lies.
+    Returns [T, C]. The history puts before each sequence's rows the W - 1 inputs it starts from, so that the input of
+    tap j is the row W - 1 - j further up, in whichever part it lies.
     """
     width = weight.shape[1]
     past = width - 1
