@@ -34,6 +34,8 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code: 0, or that of the error (see `hybridserve.errors`)."""
+    # Read when torch is first imported: threads that spin while they wait make everything else on the machine slow.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] not in COMMANDS:
         return _without_command(arguments)

@@ -7,7 +7,7 @@ operations. The wrappers beside it take a `Library`; `offer` loads it.
 import ctypes
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,12 @@ from hybridserve.backends.ops import Activation
 #: A C function: pointers, sizes, strides and scalars in, arrays written in place.
 Kernel: TypeAlias = Callable[..., None]
 
-_ARGUMENT: Mapping[str, type[ctypes._SimpleCData[Any]]] = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
+_ARGUMENT: "Mapping[str, type[ctypes._SimpleCData[Any]]]" = {
+    "p": ctypes.c_void_p,
+    "n": ctypes.c_int64,
+    "i": ctypes.c_int32,
+    "f": ctypes.c_float,
+}
 
 #: C functions by name, one letter for each argument: p pointer, n int64, i int32, f float. Groups are for the eye.
 _SIGNATURES = {

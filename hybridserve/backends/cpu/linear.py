@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybridserve.backends.cpu.library import Library, covers, dense_rows, elements, is_bf16
-from hybridserve.backends.reference import linear as reference
+from hybridserve.backends.reference.linear import linear
 
 #: With bf16 instructions, the most rows for which reading the weights outweighs the arithmetic, so that the kernel wins.
 MAX_ROWS_BESIDE_BF16_HARDWARE = 4
@@ -30,7 +30,7 @@ class NativeLinear:
         size_out, size_in = weight.shape
         rows = x.reshape(-1, size_in) if x.dim() != 2 else x
         if not self._takes(rows, weight, bias):
-            return reference.linear(x, weight, bias)
+            return linear(x, weight, bias)
         rows = dense_rows(rows)
         if bias is not None:
             bias = bias.to(weight.dtype).contiguous()
