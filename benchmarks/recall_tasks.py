@@ -83,15 +83,16 @@ INSTRUCTIONS = {
     "Goodbye!": ("Say goodbye.", "Goodbye!", "Bye.", "say goodbye"),
 }
 
-COPY_TEMPLATES = ("Repeat: {}", "Repeat this: {}", "Say: {}", "Copy: {}", "Repeat after me: {}")
+COPY_TEMPLATES = ("Repeat: {}", 'Repeat "{}".', 'Say "{}".', 'Copy "{}".', 'Repeat after me: "{}"')
 
 SUM_TEMPLATES = ("What is {} plus {}?", "{} plus {}?", "Add {} and {}.", "What is {} + {}?", "{} + {} =")
 
+# In quotes a value is the same token as in an answer, where no space comes before it either.
 FACT_TEMPLATES = (
-    "{name}: {value}.",
-    "{name} has {noun} {value}.",
-    "The {noun} of {name} is {value}.",
-    "{name}'s {noun} is {value}.",
+    '{name}: "{value}".',
+    '{name} has {noun} "{value}".',
+    'The {noun} of {name} is "{value}".',
+    '{name}\'s {noun} is "{value}".',
 )
 
 QUESTION_TEMPLATES = (
@@ -127,7 +128,7 @@ class Stage:
     num_names: int = len(NAMES)
 
 
-FINAL_STAGE = Stage(max_facts=MAX_FACTS, max_fillers=24)
+FINAL_STAGE = Stage(max_facts=MAX_FACTS, max_fillers=34)
 
 
 @dataclass(frozen=True)
@@ -174,10 +175,8 @@ def _facts_text(rng: random.Random, facts: _Facts, stage: Stage) -> str:
 def _repeat_facts(rng: random.Random, facts: _Facts, stage: Stage) -> str:
     """Facts told a second time, their values marked as targets: the cheapest recall questions there are."""
     names = rng.choices(list(facts.values), k=stage.num_repeats)
-    # The space belongs to the token of the value, hence to the target.
-    marked = {name: f"{TARGET_OPEN} {facts.values[name]}{TARGET_CLOSE}" for name in names}
-    sentences = [facts.sentence(rng, name, "\0", stage) for name in names]
-    return "".join(" " + s.replace(" \0", marked[name]) for s, name in zip(sentences, names, strict=True))
+    marked = [f"{TARGET_OPEN}{facts.values[name]}{TARGET_CLOSE}" for name in names]
+    return "".join(" " + facts.sentence(rng, name, value, stage) for name, value in zip(names, marked, strict=True))
 
 
 def _recall_dialogue(rng: random.Random, stage: Stage, num_facts: int) -> list[Message]:

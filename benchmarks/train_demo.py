@@ -62,7 +62,7 @@ CURRICULUM = (
     tasks.Stage(4, num_questions=4, num_fact_templates=2, num_names=8),
     tasks.Stage(8, num_repeats=8, num_questions=6, num_names=24),
     tasks.Stage(16, num_repeats=12, num_questions=6, max_fillers=3),
-    tasks.Stage(tasks.MAX_FACTS, num_repeats=12, num_questions=10, max_fillers=24),
+    tasks.Stage(tasks.MAX_FACTS, num_repeats=12, num_questions=10, max_fillers=34),
 )
 # Running accuracy of recall at which the next stage starts.
 PROMOTION_ACCURACY = 0.75
@@ -414,7 +414,7 @@ def evaluate_export(folder: Path, num_prompts: int = 200) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo weights and evaluate them.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "hybridserve" / "demo")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--layers", default="LF", help="a letter each: L gated delta, F full attention")
     parser.add_argument("--evaluate-only", action="store_true", help="evaluate what --out holds")
     arguments = parser.parse_args()

@@ -4,6 +4,7 @@ Owns the lookup and its error messages. Must not know what is registered. Called
 """
 
 import difflib
+import hashlib
 import importlib.metadata
 import importlib.util
 import sys
@@ -82,12 +83,16 @@ class Registry(Generic[T]):
 def load_plugin(path: str) -> None:
     """Import one Python file named by the user (`--plugin path.py`), whose decorators fill the tables.
 
+    A file that this process has imported already is left as it is: a second `LLM` with the same plug-in uses the same classes.
     Raises UsageError when the file does not exist, MissingDependencyError when importing it fails.
     """
-    file = Path(path)
+    file = Path(path).resolve()
     if not file.is_file():
         raise UsageError(f"--plugin {path!r}: no such file; give the path of a Python file")
-    name = f"hybridserve_plugin_{file.stem}"
+    # Two files of one name are two plug-ins.
+    name = f"hybridserve_plugin_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise UsageError(f"--plugin {path!r}: not a Python file; its name must end in .py")

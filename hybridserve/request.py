@@ -109,6 +109,34 @@ class CacheHints(msgspec.Struct, frozen=True, kw_only=True):
     no_store: bool = False
 
 
+Reason: TypeAlias = Literal[
+    "hit",  # reused
+    "last_token",  # the last token of a prompt is always computed: its logits are wanted
+    "no_state",  # the text is cached, but no state was kept at a point further on
+    "evicted",  # it was cached and gave way to something else
+    "window",  # a sliding-window layer's entries for that point are gone
+    "template_drift",  # inside the history of a chat whose earlier part is cached: it was rendered otherwise before
+    "salted",  # never seen under this request's salt; what other salts hold is not told
+    "never_seen",
+    "prompt_logprobs",  # the request needs every prompt token computed
+    "caching_off",  # the engine runs without prefix caching
+]
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a prompt was reused, and why not more. `tokens` by reason add up to the prompt's length."""
+
+    num_prompt: int
+    num_hit: int  # tokens resumed from
+    num_text: int  # tokens whose text is cached, whether or not every layer can resume there
+    group_tokens: dict[int, int]  # by cache group: how far that group alone could resume
+    limiting_group: int | None  # the group that kept the hit shorter than the text, if one did
+    reason: Reason  # what cost the most tokens; "hit" if only the last token was computed
+    tokens: dict[Reason, int]
+    parted_at: int | None = None  # token at which the prompt left what is cached
+    parted_in_message: int | None = None  # number of the chat message that holds it, 0 for the first
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """One sequence to generate. `n` choices are n of these; text and templates stay on the caller's side."""
 
@@ -142,4 +170,4 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprob] | None = None  # one per new token
     prompt_logprobs: list[TokenLogprob | None] | None = None  # once, with the first output; None for the first token
     num_cached_tokens: int | None = None  # once, with the first output: prompt tokens that a prefix hit saved
-    explanation: dict[str, int | str] | None = None  # once, with the first output, when asked for
+    explanation: Explanation | None = None  # once, with the first output, when asked for

@@ -108,6 +108,50 @@ def test_salts_share_nothing(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("shared", "own"), [(150, 70), (160, 60)])
+def test_requests_that_arrive_together_compute_a_shared_prefix_once(layout, shared, own):
+    simulation, _ = build(layout, superpages=900, seats=8, budget=64)
+    rng = random.Random(shared)
+    prefix = [rng.randrange(VOCAB) for _ in range(shared)]
+    # The first own token differs from all others', so that nothing more is shared by chance.
+    prompts = [[*prefix, *(rng.randrange(VOCAB) for _ in range(own))] for i in range(8)]
+    run(simulation, *(request(str(i), prompt, 1) for i, prompt in enumerate(prompts)))
+    common = sum(common_prefix(prompts[i], [p for j, p in enumerate(prompts) if j < i]) for i in range(8))
+    assert simulation.num_computed >= sum(map(len, prompts)) - common
+    # Less than a match unit is not waited for.
+    assert simulation.num_computed <= shared + 8 * own + 7 * 16
+
+
+def common_prefix(prompt, others):
+    return max((next((i for i, (a, b) in enumerate(zip(prompt, o, strict=True)) if a != b), len(prompt) - 1) for o in others), default=0)
+
+
+def test_an_explanation_adds_up_and_names_its_reason():
+    simulation, _ = build("attention+state", superpages=200)
+    first = [random.Random(3).randrange(VOCAB) for _ in range(60)]
+    run(simulation, request("a", first, 1))
+    scheduler = simulation.scheduler
+    parted = [*first[:40], (first[40] + 1) % VOCAB, *first[41:]]
+    told = scheduler.explain(parted, CacheHints())
+    assert (told.num_hit, told.num_text, told.reason) == (0, 40, "no_state")
+    assert told.tokens == {"no_state": 40, "never_seen": 19, "last_token": 1}
+    assert scheduler.explain(first, CacheHints()).tokens == {"hit": 59, "last_token": 1}
+    assert scheduler.explain(first, CacheHints(salt="x")).tokens == {"salted": 59, "last_token": 1}
+    drift = scheduler.explain(parted, CacheHints(boundaries=(20, 50, 60)))
+    assert drift.tokens == {"no_state": 40, "template_drift": 10, "never_seen": 9, "last_token": 1}
+    assert (drift.parted_at, drift.parted_in_message) == (40, 1)
+
+
+def test_an_evicted_prefix_is_told_from_a_new_one():
+    simulation, coordinator = build("attention+state", superpages=200)
+    prompt = [random.Random(4).randrange(VOCAB) for _ in range(70)]
+    run(simulation, request("a", prompt, 1))
+    coordinator.clear()
+    told = simulation.scheduler.explain(prompt, CacheHints())
+    assert told.tokens == {"evicted": 64, "never_seen": 5, "last_token": 1}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("superpages", [6, 8, 12])
 def test_little_memory_preempts_and_finishes_all(layout, superpages):
     simulation, _ = build(layout, superpages=superpages, seats=8, budget=32)
@@ -216,6 +260,9 @@ class Machine(RuleBasedStateMachine):
         assert not self.scheduler.has_work, "requests never end"
         for name, tokens in self.simulation.outputs.items():
             assert tokens == expected(self.prompts[name], len(tokens)), "cache, chunks or preemption changed the output"
+        counters = self.scheduler.counters
+        assert sum(counters.prompt_tokens_by_reason.values()) == counters.num_prompt_tokens
+        assert counters.prompt_tokens_by_reason["hit"] == counters.num_cached_tokens
         self.coordinator.clear()
         usage = self.coordinator.usage()
         assert usage["superpages_free"] == usage["superpages_total"], "memory is not flat: something was not given back"

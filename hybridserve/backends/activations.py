@@ -20,16 +20,21 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * F.sigmoid(x * 1.702)
+
+
 def _identity(x: Tensor) -> Tensor:
     return x
 
 
-#: Elementwise functions, any shape and dtype. `relu2` is the square of relu (Nemotron-H).
+#: Elementwise functions, any shape and dtype. `relu2` is the square of relu (Nemotron-H), `quick_gelu` is x sigmoid(1.702 x) (gpt-oss).
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "sigmoid": F.sigmoid,
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
     "relu2": _relu2,
+    "quick_gelu": _quick_gelu,
     "identity": _identity,
 }

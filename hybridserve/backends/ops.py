@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridserve.batch import Batch, PagedTable, StateTable
 
-Activation: TypeAlias = Literal["silu", "sigmoid", "gelu_tanh", "gelu", "relu2", "identity"]
+Activation: TypeAlias = Literal["silu", "sigmoid", "gelu_tanh", "gelu", "relu2", "quick_gelu", "identity"]
 
 
 class Linear(Protocol):
@@ -47,7 +47,15 @@ class GatedRmsNorm(Protocol):
     """
 
     def __call__(
-        self, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, *, group_size: int, norm_first: bool, activation: Activation
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        *,
+        group_size: int,
+        norm_first: bool,
+        activation: Activation,
     ) -> Tensor: ...
 
 
@@ -91,7 +99,15 @@ class ShortConv(Protocol):
     """
 
     def __call__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, batch: Batch, table: StateTable, *, activation: Activation
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        window: Tensor,
+        batch: Batch,
+        table: StateTable,
+        *,
+        activation: Activation,
     ) -> Tensor: ...
 
 
@@ -133,15 +149,39 @@ class LinearScan(Protocol):
     ) -> Tensor: ...
 
 
+class SelectiveScan(Protocol):
+    """Mamba's scan, with a decay for every channel and state element: h <- h exp(dt A) + dt x B; y = h . C, h: [C, N].
+
+    x, dt: [T, C]; A < 0: [C, N]; b, c: [T, N]; state: [L, C, N] fp32, in place. Returns [T, C] fp32. Source: Gu and Dao 2023
+    (arXiv 2312.00752), section 3.2 and algorithm 2; the step D x and the gate are the mixer's.
+    """
+
+    def __call__(
+        self, x: Tensor, dt: Tensor, A: Tensor, b: Tensor, c: Tensor, state: Tensor, batch: Batch, table: StateTable
+    ) -> Tensor: ...
+
+
 class Moe(Protocol):
-    """Gated experts: sum over each row's experts e of w_e * down_e(act(gate_e x) * up_e x).
+    """Experts: sum over each row's experts e of w_e * down_e(inner), where inner = act(gate_e x) * up_e x.
 
     x: [T, D]; expert_ids: int64 [T, k]; expert_weights: [T, k]; gate_up: [E, 2I, D], gate rows first; down: [E, D, I].
+    With gate_up [E, I, D] there is no gate: inner = act(up_e x) (Nemotron-H). `limit` bounds the gate above and up on both
+    sides; `up_shift` is added to up after that; biases: [E, 2I or I] and [E, D] of the two products (gpt-oss).
     Returns [T, D] in x's dtype. Rows never share a reduction, so neighbours do not change a row's result.
     """
 
     def __call__(
-        self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, *, activation: Activation
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        activation: Activation,
+        limit: float | None = None,
+        up_shift: float = 0.0,
+        biases: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor: ...
 
 
@@ -157,4 +197,5 @@ class Ops:
     short_conv: ShortConv
     delta_rule: DeltaRule
     linear_scan: LinearScan
+    selective_scan: SelectiveScan
     moe: Moe

@@ -7,7 +7,6 @@ inside the engine process (`process.py`) and inside `LLM` alike.
 import dataclasses
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -17,15 +16,15 @@ import torch
 
 from hybridserve.backends.select import select
 from hybridserve.config import EngineSettings
-from hybridserve.engine.messages import EngineInfo, EngineStats, GroupInfo
+from hybridserve.engine.messages import EngineInfo, EngineStats
 from hybridserve.engine.runner import PassResult, Runner
 from hybridserve.engine.sampler import Sampled, Sampler
 from hybridserve.engine.scheduler import Ended, Limits, Plan, Scheduler
 from hybridserve.engine.seats import Running
-from hybridserve.errors import DoesNotFitError, HybridServeError, UsageError
-from hybridserve.kv.arena import CachePlan, plan_cache
+from hybridserve.engine.sizing import Sizing, capacities, choose_device, describe_groups, features_off, free_nbytes, size_cache
+from hybridserve.errors import HybridServeError
+from hybridserve.kv.arena import CachePlan
 from hybridserve.kv.coordinator import KVCacheCoordinator
-from hybridserve.kv.spec import Spec
 from hybridserve.models import LoadedModel, format_layer_plan, load, resolve
 from hybridserve.registry import load_plugin
 from hybridserve.request import EngineRequest, RequestOutput, TokenLogprob
@@ -34,9 +33,6 @@ log = logging.getLogger(__name__)
 
 #: Told the stage of loading and how much of it is done, from 0 to 1.
 OnProgress = Callable[[str, float], None]
-
-#: Context lengths, beside the longest, at which the plan says how many users fit.
-_CONTEXT_LENGTHS = (1024, 8192)
 
 
 class EngineCore:
@@ -49,12 +45,14 @@ class EngineCore:
             load_plugin(path)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        device = _device(settings.device)
+        device = choose_device(settings.device)
         dtype = resolve(settings.model, load_format=settings.load_format).dtype(settings.dtype)
         progress("choosing backends", 0.0)
         selection = select(device, dtype, settings.backend)
         loaded = load(settings, selection.ops, device, lambda fraction: progress("loading weights", fraction))
-        plan, max_model_len = _plan(settings, loaded, device)
+        model = loaded.model
+        sizing = size_cache(settings, model.cache_specs(), model.info.max_positions, free_nbytes(device))
+        plan, max_model_len = sizing.plan, sizing.max_model_len
         self._loaded = loaded
         self._runner = Runner(loaded.model, plan, device)
         self._coordinator = KVCacheCoordinator(
@@ -76,7 +74,7 @@ class EngineCore:
         self._sampler = Sampler(settings.max_num_seqs, limits.vocab_size, settings.seed)
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
         backends = {operation: str(choice) for operation, choice in selection.reasons.items()}
-        self.info = self._describe(settings, plan, backends, device, time.monotonic() - started)
+        self.info = self._describe(settings, sizing, backends, device, time.monotonic() - started)
 
     @property
     def has_work(self) -> bool:
@@ -146,7 +144,7 @@ class EngineCore:
         if not running.was_announced:
             running.was_announced = True
             output.num_cached_tokens = running.num_cached or 0
-            output.explanation = running.explanation
+            output.explanation = running.explanation if running.request.explain else None
             if running.request.sampling.prompt_logprobs is not None:
                 output.prompt_logprobs = self._prompt_logprobs.pop(running.request.request_id, None)
         return output
@@ -199,10 +197,10 @@ class EngineCore:
         self._scheduler.check()
 
     def _describe(
-        self, settings: EngineSettings, plan: CachePlan, backends: Mapping[str, str], device: torch.device, load_s: float
+        self, settings: EngineSettings, sizing: Sizing, backends: Mapping[str, str], device: torch.device, load_s: float
     ) -> EngineInfo:
         limits, model, report = self._scheduler.limits, self._loaded.model, self._loaded.report
-        lengths = sorted({*(n for n in _CONTEXT_LENGTHS if n < limits.max_model_len), limits.max_model_len})
+        plan, fitting = sizing.plan, capacities(sizing, limits.max_num_seqs)
         return EngineInfo(
             architecture=model.info.architecture,
             layer_plan=format_layer_plan(model.layer_kinds()),
@@ -223,62 +221,12 @@ class EngineCore:
             padding_percent=plan.padding_percent,
             kv_nbytes_per_token=plan.kv_nbytes_per_token,
             state_nbytes_per_sequence=plan.state_nbytes_per_sequence,
-            groups=[
-                GroupInfo(
-                    kind=group.kind,
-                    layers=list(group.layers),
-                    page_nbytes=group.page_nbytes,
-                    natural_nbytes=group.natural_nbytes,
-                    pages_per_superpage=group.pages_per_superpage,
-                    window=group.window,
-                )
-                for group in plan.groups
-            ],
-            users_at={str(n): min(plan.users_at(n), limits.max_num_seqs) for n in lengths},
-            features_off={} if settings.enable_prefix_caching else {"prefix_caching": "disabled_by_flag"},
+            groups=describe_groups(plan),
+            users_at={str(n): one.users for n, one in fitting.items()},
+            limit_at={str(n): one.limit for n, one in fitting.items()},
+            features_off=features_off(settings),
             max_num_queued_reqs=limits.max_num_queued_reqs,
         )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no CUDA device; use --device cpu, or install a CUDA build of torch")
-    return torch.device(name)
-
-
-def _plan(settings: EngineSettings, loaded: LoadedModel, device: torch.device) -> tuple[CachePlan, int]:
-    """The cache plan for the memory at hand, and the longest context: as asked for, or as much of the model's own as fits."""
-    specs = loaded.model.cache_specs()
-    longest = settings.max_model_len or loaded.model.info.max_positions
-    chunk = max(settings.max_num_batched_tokens, settings.max_num_seqs)
-    nbytes = settings.kv_cache_memory
-    if nbytes is None:
-        nbytes = min(int(_free_nbytes(device) * settings.kv_cache_share), _most_useful_nbytes(specs, settings, longest, chunk))
-    plan = plan_cache(specs, nbytes, block_size=settings.block_size, max_chunk=chunk)
-    fits = plan.longest_sequence(longest)
-    if fits < 2 or (settings.max_model_len is not None and fits < longest):
-        needed = plan_cache(specs, 2**60, block_size=settings.block_size, max_chunk=chunk).superpages_needed(longest)
-        raise DoesNotFitError(
-            f"one sequence of {longest:,} tokens needs {needed * plan.superpage_nbytes:,} bytes of cache, {nbytes:,} are there: "
-            f"lower --max-model-len to {fits:,} or raise --kv-cache-memory"
-        )
-    if fits < longest:
-        log.warning("max_model_len is %d, not the model's %d: that is what %d bytes of cache hold", fits, longest, nbytes)
-    return plan, fits
-
-
-def _most_useful_nbytes(specs: list[dict[str, Spec]], settings: EngineSettings, longest: int, chunk: int) -> int:
-    """Bytes beyond which more cache could not be used: every seat at full length, twice over for what is kept for hits."""
-    unlimited = plan_cache(specs, 2**60, block_size=settings.block_size, max_chunk=chunk)
-    return max(1, 2 * unlimited.superpages_needed(longest, settings.max_num_seqs)) * unlimited.superpage_nbytes
-
-
-def _free_nbytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _fingerprint(loaded: LoadedModel, plan: CachePlan) -> str:

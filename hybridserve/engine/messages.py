@@ -64,6 +64,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     users_at: dict[str, int]  # context length -> sequences of it that fit at once
     features_off: dict[str, str]  # feature -> reason code
     max_num_queued_reqs: int
+    limit_at: dict[str, str] = {}  # context length -> what keeps it from being one user more
 
 
 class EngineStats(msgspec.Struct, kw_only=True, tag="engine_stats"):

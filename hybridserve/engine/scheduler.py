@@ -7,17 +7,24 @@ decoding request, many for a fresh one, and a step computes as many as the budge
 
 import heapq
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridserve.engine.seats import Ints, Running, Seats
+from hybridserve.engine.seats import Awaited, Ints, Running, Seats
 from hybridserve.errors import OverloadedError, RequestError
-from hybridserve.kv.coordinator import KVCacheCoordinator, Match, StepMemory
-from hybridserve.request import EngineRequest, FinishReason
+from hybridserve.kv.cache import Match
+from hybridserve.kv.coordinator import KVCacheCoordinator, StepMemory
+from hybridserve.request import CacheHints, EngineRequest, Explanation, FinishReason
+
+#: Tokens that a prefix under way must save before a request waits for it.
+_MIN_SHARED = 16
+#: Waiting requests that are compared with the running ones before it is their turn.
+_LOOK_AHEAD = 256
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ class Counters:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
+    prompt_tokens_by_reason: Counter[str] = field(default_factory=Counter)  # adds up to num_prompt_tokens
 
 
 class Scheduler:
@@ -114,7 +122,6 @@ class Scheduler:
         self._num_arrived += 1
         self._by_id[request.request_id] = running
         self._waiting.append(running)
-        self.counters.num_prompt_tokens += num_prompt
         if request.deadline_s is not None:
             start = time.monotonic() if now is None else now
             heapq.heappush(self._deadlines, (start + request.deadline_s, request.request_id))
@@ -233,63 +240,108 @@ class Scheduler:
         new_counts: list[int] = []
         if not len(self._order):
             self._is_blocked = False
+        skipped: list[Running] = []
         while left > 0 and self._waiting and self.seats.num_free and not self._is_blocked:
-            running = self._waiting[0]
-            seat = self._open(running)
-            if seat is None:
-                self._is_blocked = True
-                if not len(self._order) and not seated:
-                    self._refuse_head()
-                    continue
-                break
-            self._waiting.popleft()
-            count = min(int(self.seats.num_tokens[seat] - self.seats.num_computed[seat]), left)
-            if not self._coordinator.reserve(seat, int(self.seats.num_computed[seat]) + count):
-                self._coordinator.release(seat, 0, keep=False)
-                self._waiting.appendleft(self.seats.give_back(seat))
-                self._is_blocked = True
-                break
+            running = self._waiting.popleft()
+            if self._still_awaits(running):
+                skipped.append(running)
+                continue
+            match = self._match(running)
+            if self._finds_prefix_under_way(running, match):
+                skipped.append(running)
+                continue
+            count = self._open(running, match, left)
+            if count is None:
+                self._hold_back(running)
+                continue
             left -= count
-            seated.append(seat)
             new_counts.append(count)
+        self._waiting.extendleft(reversed(skipped))
+        self._look_ahead()
         if not seated:
             return counts
         self._order = np.concatenate([self._order, np.array(seated, np.int64)])
         return np.concatenate([counts, np.array(new_counts, np.int64)])
 
-    def _refuse_head(self) -> None:
-        """The head of the queue does not fit although nothing else runs: waiting would never end."""
-        running = self._waiting.popleft()
-        self._forget(running)
-        self._failed.append(Ended(running, "error", error="cache memory does not hold this request even alone"))
-
-    def _open(self, running: Running) -> int | None:
-        """Seat a request on whatever of it is cached; None when memory does not suffice now."""
-        request = running.request
-        tokens = running.known_tokens
-        if request.sampling.prompt_logprobs is None:
-            match = self._coordinator.match(tokens, request.cache.salt)
+    def _hold_back(self, running: Running) -> None:
+        """Memory does not suffice for this request now; if nothing else runs, waiting would never end."""
+        if len(self._order) or self._seated:
+            self._waiting.appendleft(running)
+            self._is_blocked = True
         else:
-            match = Match.nothing()  # every prompt token must pass through the model to have its log-probability
-        seat = self.seats.take(running)
-        opened = self._coordinator.open(
-            seat,
-            self.seats.tokens[seat],
-            len(tokens),
-            match,
-            salt=request.cache.salt,
-            boundaries=request.cache.boundaries,
-            pin=request.cache.pin,
-            store=not request.cache.no_store,
-        )
+            self._forget(running)
+            self._failed.append(Ended(running, "error", error="cache memory does not hold this request even alone"))
+
+    def _match(self, running: Running) -> Match:
+        request = running.request
+        if request.sampling.prompt_logprobs is not None:
+            return Match.nothing()  # every prompt token must pass through the model to have its log-probability
+        return self._coordinator.match(running.known_tokens, request.cache.salt)
+
+    def _still_awaits(self, running: Running) -> bool:
+        """Whether the prefix that this request waits for is still being computed."""
+        awaited = running.awaits
+        if awaited is not None and self.seats.running[awaited.seat] is awaited.running:
+            return bool(self.seats.num_computed[awaited.seat] < awaited.position)
+        return False
+
+    def _finds_prefix_under_way(self, running: Running, match: Match) -> bool:
+        """Whether a request that is computing its prompt will soon have a longer prefix of this one than `match`."""
+        request, tokens = running.request, running.known_tokens
+        if request.sampling.prompt_logprobs is not None or running.awaits is not None:
+            return False  # waiting once is enough: what it waited for may have been evicted again
+        prefilling = [int(s) for s in self._order if self.seats.num_computed[s] < self.seats.num_prompt[s]] + self._seated
+        for seat in prefilling:
+            other = self.seats.running[seat]
+            assert other is not None, f"seat {seat} computes and is empty"
+            if other.request.cache.salt != request.cache.salt:
+                continue
+            length = min(len(tokens) - 1, int(self.seats.num_tokens[seat]))
+            different = np.flatnonzero(tokens[:length] != self.seats.tokens[seat, :length])
+            shared = int(different[0]) if len(different) else length
+            is_worth_it = shared - match.num_tokens >= _MIN_SHARED
+            if is_worth_it and self._coordinator.promise(seat, shared, int(self.seats.num_computed[seat])):
+                running.awaits = Awaited(other, seat, shared)
+                return True
+        return False
+
+    def _look_ahead(self) -> None:
+        """Ask running requests for the prefixes that newly arrived ones share with them, before they have passed that point."""
+        for running in islice(self._waiting, _LOOK_AHEAD):
+            if not running.was_examined:
+                running.was_examined = True
+                self._finds_prefix_under_way(running, Match.nothing())
+
+    def _open(self, running: Running, match: Match, budget: int) -> int | None:
+        """Seat a request on what of it is cached. Returns the tokens to compute now, None when memory does not suffice."""
+        seat, num_tokens = self.seats.take(running), len(running.known_tokens)
+        start = match.num_tokens
+        count = min(num_tokens - start, budget)
+        opened = self._coordinator.open(seat, self.seats.tokens[seat], num_tokens, match, running.request.cache)
+        if opened and not self._coordinator.reserve(seat, start + count):
+            self._coordinator.release(seat, 0, keep=False)
+            opened = False
         if not opened:
             self.seats.give_back(seat)
             return None
-        self.seats.num_computed[seat] = match.num_tokens
-        if running.num_cached is None:
-            running.num_cached = match.num_tokens
-            self.counters.num_cached_tokens += match.num_tokens
-        return seat
+        self.seats.num_computed[seat] = start
+        self._seated.append(seat)
+        if running.explanation is None:
+            self._explain(running, match)
+        return count
+
+    def _explain(self, running: Running, match: Match) -> None:
+        """Note, when a request first runs, what was reused and why not more."""
+        explanation = self._coordinator.explain(running.known_tokens, match, running.request.cache)
+        running.explanation, running.num_cached = explanation, match.num_tokens
+        self.counters.num_prompt_tokens += explanation.num_prompt
+        self.counters.num_cached_tokens += match.num_tokens
+        self.counters.prompt_tokens_by_reason.update(explanation.tokens)
+
+    def explain(self, tokens: list[int], hints: CacheHints) -> Explanation:
+        """What a prompt would hit now, without running it."""
+        array = np.array(tokens, np.int32)
+        return self._coordinator.explain(array, self._coordinator.match(array, hints.salt), hints)
 
     # -- results --------------------------------------------------------------------------------------------------------
 

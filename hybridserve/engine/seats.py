@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridserve.request import EngineRequest
+from hybridserve.request import EngineRequest, Explanation
 
 Ints = NDArray[np.int64]
 
@@ -26,14 +26,25 @@ class Running:
     stop_ids: tuple[int, ...]
     output: list[int] = field(default_factory=list)
     num_cached: int | None = None  # prompt tokens that the first prefix hit saved
-    explanation: dict[str, int | str] | None = None
+    explanation: Explanation | None = None
     seat: int | None = None
+    was_examined: bool = False  # whether it was compared, while waiting, with what runs
+    awaits: "Awaited | None" = None  # a running request that computes a prefix of this one
     was_announced: bool = False  # whether the first output, with cached tokens and explanation, was sent
 
     @property
     def known_tokens(self) -> NDArray[np.int32]:
         """Prompt and output so far, of a request that has no seat."""
         return np.array(self.request.prompt_token_ids + self.output, np.int32)
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """A prefix that another request computes: `running`, in its seat, has not come to `position` yet."""
+
+    running: Running
+    seat: int
+    position: int
 
 
 class Seats:

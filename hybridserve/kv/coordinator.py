@@ -1,13 +1,14 @@
 """`KVCacheCoordinator`: the one face of all cache memory, and the only thing of `kv/` that the scheduler sees.
 
-Owns the arena, the pools, the prefix index, the eviction queue and, for each seat (a running request's place in the arrays), its
-block tables and slots. Integers and numpy arrays only; tensors live in `storage.py`. What a pass writes can be found only after
-`commit`: publish after write.
+Owns the arena, the pools, the prefix cache and, for each seat (a running request's place in the arrays), its block tables and
+slots. Integers and numpy arrays only; tensors live in `storage.py`. What a pass writes can be found only after `commit`: publish
+after write.
 
 The cost of a step follows events (a block filled, an arrival, a checkpoint, a finish), not the number of seats: what happens to
 every seat at every step is array arithmetic.
 """
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,34 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridserve.kv.arena import Arena, CachePlan, GroupPlan
+from hybridserve.kv.cache import Match, PrefixCache
 from hybridserve.kv.checkpoints import CheckpointPolicy
-from hybridserve.kv.eviction import WORTHLESS, Entry, EvictionQueue, Policy
+from hybridserve.kv.eviction import Policy
+from hybridserve.kv.explanation import explain, unexplored
 from hybridserve.kv.pool import PagePool
-from hybridserve.kv.prefix import Checkpoint, Node, PrefixIndex, TextMatch, WindowBlock
+from hybridserve.kv.prefix import Node
+from hybridserve.request import CacheHints, Explanation
 
 Ints = NDArray[np.int64]
 
 #: A start slot of a sequence that begins with a zero state.
 NO_SLOT: Final = -1
 _NEVER: Final = 2**62
-#: Entries looked at in one search for memory before any that frees a page counts as good enough.
-_SEARCH_LIMIT: Final = 256
-
-
-@dataclass(frozen=True)
-class Match:
-    """What of a prompt is cached. `num_tokens` can be resumed from; `text_tokens` of text are known, states or not."""
-
-    num_tokens: int
-    text_tokens: int
-    group_tokens: Mapping[int, int]  # by group: how far that group alone could resume
-    text: TextMatch | None
-    checkpoint: Checkpoint | None
-
-    @classmethod
-    def nothing(cls) -> "Match":
-        """No prefix is known, or none may be used."""
-        return cls(0, 0, {}, None, None)
 
 
 @dataclass(frozen=True)
@@ -77,7 +63,7 @@ class _Seat:
     pinned: bool
     junction: int
     last_checkpoint: int  # position of the one before
-    wanted: tuple[int, ...] = ()  # positions of checkpoints to come
+    wanted: list[int] = field(default_factory=list)  # positions of checkpoints to come, ascending
     borrowed: list[int] | None = None  # slots of somebody's checkpoint that its next pass starts from
     sources: list[tuple[int, int]] = field(default_factory=list)  # (group, page) held for a copy
     num_blocks: dict[int, int] = field(default_factory=dict)  # by paged group: length of its row of the block table
@@ -111,8 +97,7 @@ class KVCacheCoordinator:
         self._arena = Arena(plan.num_superpages)
         self._pools = [PagePool(group, self._arena) for group in plan.groups]
         self._unit = plan.match_unit
-        self._index = PrefixIndex(self._unit, len(plan.paged), fingerprint)
-        self._queue = EvictionQueue(policy)
+        self._cache = PrefixCache(plan, self._pools, self._arena, policy, fingerprint)
         self._placement = CheckpointPolicy.for_plan(plan)
         max_blocks = -(-max_model_len // plan.block_size)
         self._tables = {g.index: np.zeros((num_seats, max_blocks), np.int32) for g in plan.paged}
@@ -127,6 +112,7 @@ class KVCacheCoordinator:
         self._pending: list[_Pending] = []
         self._copies: list[BlockCopy] = []
         self._borrowers: list[int] = []
+        self.num_checkpoints_written = 0
 
     # -- lookup ---------------------------------------------------------------------------------------------------------
 
@@ -134,84 +120,59 @@ class KVCacheCoordinator:
         """The longest position at which every group can resume this prompt, at most its length - 1."""
         if not self._caching or not self.plan.groups:
             return Match.nothing()
-        data = tokens.astype("<i4", copy=False).tobytes()
-        text = self._index.match_text(self._index.root(salt), data)
-        limit = len(tokens) - 1
-        reach = {g.index: min(text.num_tokens, limit) if self.plan.paged else limit for g in self.plan.groups}
-        if not self.plan.states:
-            position = min(text.num_tokens, limit)
-            while position > 0 and not self._has_text(text, position, None):
-                position = (position - 1) // self._unit * self._unit
-            return Match(position, text.num_tokens, reach | {g.index: position for g in self._window_groups}, text, None)
-        deepest = 0
-        for checkpoint in self._index.checkpoints_on(text, data, limit):
-            deepest = max(deepest, checkpoint.position)
-            if self._has_text(text, checkpoint.position, checkpoint):
-                reach |= {g.index: deepest for g in self.plan.states}
-                return Match(checkpoint.position, text.num_tokens, reach, text, checkpoint)
-        reach |= {g.index: deepest for g in self.plan.states}
-        return Match(0, text.num_tokens, reach, text, None)
+        return self._cache.match(tokens, salt)
 
-    def _has_text(self, text: TextMatch, position: int, checkpoint: Checkpoint | None) -> bool:
-        """Whether every paged group has the entries that a token at `position` looks at."""
-        whole = position // self._unit
-        partial = self._partial_blocks(text, position, checkpoint)
-        if position % self._unit and any(block is None for block in partial):
-            return False
-        for order, group in enumerate(self.plan.paged):
-            first = 0 if group.window is None else max(0, position - group.window + 1) // self._unit
-            # A full group's blocks go leaf by leaf, so that a node's block implies those of its ancestors.
-            units = range(max(whole - 1, 0), whole) if group.window is None else range(first, whole)
-            if any(text.path[unit + 1].blocks[order] is None for unit in units):
-                return False
-        return True
-
-    def _partial_blocks(self, text: TextMatch, position: int, checkpoint: Checkpoint | None) -> Sequence[int | None]:
-        if checkpoint is not None:
-            return checkpoint.blocks
-        whole = position // self._unit
-        return text.path[whole + 1].blocks if whole + 1 < len(text.path) else text.tail_blocks
+    def explain(self, tokens: NDArray[np.int32], match: Match, hints: CacheHints) -> Explanation:
+        """Why `match` is as long as it is."""
+        if not self._caching:
+            return unexplored(len(tokens), "caching_off")
+        if match.text is None:
+            return unexplored(len(tokens), "prompt_logprobs")
+        found = self._cache.findings(tokens, match)
+        return explain(len(tokens), found, salt=hints.salt, boundaries=hints.boundaries)
 
     # -- room -----------------------------------------------------------------------------------------------------------
 
-    def open(
-        self,
-        seat: int,
-        tokens: NDArray[np.int32],
-        num_prompt: int,
-        match: Match,
-        *,
-        salt: str = "",
-        boundaries: tuple[int, ...] = (),
-        pin: bool = False,
-        store: bool = True,
-    ) -> bool:
+    def open(self, seat: int, tokens: NDArray[np.int32], num_prompt: int, match: Match, hints: CacheHints) -> bool:
         """Give a seat to a request: what matched, its own slots and blocks for its whole prompt; or take nothing and say False.
 
         `tokens` is the request's row of the token table, which grows in place.
         """
-        node = match.text.path[match.num_tokens // self._unit] if match.text is not None else self._index.root(salt)
-        record = _Seat(tokens, node, store and self._caching, pin, match.text_tokens, last_checkpoint=match.num_tokens)
+        node = match.text.path[match.num_tokens // self._unit] if match.text is not None else self._cache.root(hints.salt)
+        stores = self._caching and not hints.no_store
+        record = _Seat(tokens, node, stores, hints.pin, match.text_tokens, last_checkpoint=match.num_tokens)
         self._seats[seat] = record
-        node.num_users += 1
+        self._cache.use(node, 1)
         self._share(seat, record, match)
         if not (self._take_own_slots(seat) and self._take_copies(seat, record) and self._reserve_prompt(seat, num_prompt)):
             self._close(seat)
             return False
         if match.checkpoint is not None:
-            self._touch(match.checkpoint)
-        if record.stores:
-            record.wanted = self._placement.positions(match.num_tokens, num_prompt, match.text_tokens, boundaries)
-            self._next_wanted[seat] = record.wanted[0] if record.wanted else _NEVER
+            self._cache.touch(match.checkpoint)
+        if stores:
+            positions = self._placement.positions(match.num_tokens, num_prompt, match.text_tokens, hints.boundaries)
+            self._set_wanted(seat, record, list(positions))
+        return True
+
+    def _set_wanted(self, seat: int, record: _Seat, positions: list[int]) -> None:
+        record.wanted = positions
+        self._next_wanted[seat] = positions[0] if positions else _NEVER
+
+    def promise(self, seat: int, position: int, num_computed: int) -> bool:
+        """Whether what the seat will compute can be resumed from at `position`; asks for a checkpoint there if need be."""
+        record = self._seats[seat]
+        if not record.stores or position <= num_computed:
+            return False
+        if position not in record.wanted:
+            insort(record.wanted, position)
+            self._next_wanted[seat] = record.wanted[0]
         return True
 
     def _share(self, seat: int, record: _Seat, match: Match) -> None:
         """Retain the whole blocks and the state that matched, so that making room cannot take them."""
         whole = match.num_tokens // self._unit
         path = match.text.path if match.text is not None else []
-        stamp = self._queue.stamp()
-        for node in path[1 : whole + 1]:
-            node.stamp = stamp
+        self._cache.stamp_path(path[1 : whole + 1])
         for order, group in enumerate(self.plan.paged):
             first = 0 if group.window is None else min(whole, max(0, match.num_tokens - group.window + 1) // self._unit)
             record.first_block[group.index], record.num_blocks[group.index] = first, whole
@@ -222,7 +183,7 @@ class KVCacheCoordinator:
                 pool.retain(block)
                 table[seat, unit] = block
         if match.text is not None and match.num_tokens % self._unit:
-            sources = self._partial_blocks(match.text, match.num_tokens, match.checkpoint)
+            sources = self._cache.partial_blocks(match.text, match.num_tokens, match.checkpoint)
             for group, source in zip(self.plan.paged, sources, strict=True):
                 assert source is not None, f"group {group.index} matched a partial unit without a block"
                 self._pools[group.index].retain(source)
@@ -302,7 +263,7 @@ class KVCacheCoordinator:
         """A page of the group, if need be by evicting; None when nothing more can be evicted."""
         pool = self._pools[group.index]
         page = pool.take(near)
-        while page is None and self._evict_for(group):
+        while page is None and self._cache.make_room(group):
             page = pool.take(near)
         return page
 
@@ -353,14 +314,14 @@ class KVCacheCoordinator:
         record = self._seats[seat]
         started = []
         while record.wanted and record.wanted[0] <= end:
-            position, record.wanted = record.wanted[0], record.wanted[1:]
+            position = record.wanted.pop(0)
             slots = self._take_slots()
             if slots is None:
                 continue
             self._pending.append(_Pending(seat, position, slots))
             if slots:
                 started.append((position, slots))
-        self._next_wanted[seat] = record.wanted[0] if record.wanted else _NEVER
+        self._set_wanted(seat, record, record.wanted)
         return started
 
     def commit(self, seats: Ints, starts: Ints, counts: Ints) -> None:
@@ -414,17 +375,10 @@ class KVCacheCoordinator:
             return
         unit, node = self._unit, record.node
         while node.depth + unit <= end:
-            at = node.depth // unit
-            blocks = [self._block_at(seat, record, group, at) for group in self.plan.paged]
-            child, is_new = self._index.add_node(node, self._token_bytes(record, node.depth, node.depth + unit), blocks)
-            if is_new:
-                self._hold_blocks(blocks)
-            else:
-                self._complete(child, blocks)
-            child.stamp = self._queue.stamp()
-            node = child
-        node.num_users += 1
-        record.node.num_users -= 1
+            blocks = [self._block_at(seat, record, group, node.depth // unit) for group in self.plan.paged]
+            node = self._cache.add_text(node, self._token_bytes(record, node.depth, node.depth + unit), blocks)
+        self._cache.use(node, 1)
+        self._cache.use(record.node, -1)
         record.node = node
 
     def _block_at(self, seat: int, record: _Seat, group: GroupPlan, unit: int) -> int | None:
@@ -432,53 +386,31 @@ class KVCacheCoordinator:
             return None
         return int(self._tables[group.index][seat, unit])
 
-    def _complete(self, node: Node, blocks: list[int | None]) -> None:
-        """Give a known node the blocks that it has lost (of window groups) and this seat has."""
-        for order, (group, block) in enumerate(zip(self.plan.paged, blocks, strict=True)):
-            if node.blocks[order] is None and block is not None:
-                node.blocks[order] = block
-                self._pools[group.index].hold(block)
-
     def _publish_state(self, pending: _Pending, end: int) -> None:
         """Hang a written checkpoint into the index; its slots change owner."""
-        record = self._seats[pending.seat]
-        checkpoint = self._add_checkpoint(pending.seat, record, pending.position, pending.slots)
+        self._add_checkpoint(pending.seat, pending.position, pending.slots)
         if pending.position == end and pending.slots:
             self._borrow(pending.seat, pending.slots)
         self._give_back(self.plan.states, pending.slots)
-        if checkpoint is not None:
-            checkpoint.is_junction = pending.position == record.junction
-            self._queue.push(checkpoint, self._worth(checkpoint))
 
-    def _add_checkpoint(self, seat: int, record: _Seat, position: int, slots: list[int]) -> Checkpoint | None:
-        """Record the states in `slots` as those after `position`; None when the index has them already."""
-        node = record.node
+    def _add_checkpoint(self, seat: int, position: int, slots: list[int]) -> None:
+        """Offer the states in `slots` as those after the seat's first `position` tokens."""
+        record, node = self._seats[seat], self._seats[seat].node
         while node.depth > position:
             assert node.parent is not None, f"position {position} lies before the root"
             node = node.parent
         tail = self._token_bytes(record, node.depth, position)
-        known = node.checkpoints.get(tail)
-        if known is not None or (not tail and not slots):
-            if known is not None:
-                self._touch(known)
-            return None
+        if not tail and not slots:
+            return
         at = position // self._unit
         blocks = [self._block_at(seat, record, group, at) for group in self.plan.paged] if tail else []
         kept = [block for block in blocks if block is not None]
         assert len(kept) == len(blocks), "the block of the newest tokens is inside every window"
         saved = max(1, position - record.last_checkpoint)
+        is_junction = position == record.junction
+        if self._cache.add_state(node, tail, slots, kept, tokens_saved=saved, pin=record.pinned, is_junction=is_junction):
+            self.num_checkpoints_written += 1
         record.last_checkpoint = position
-        checkpoint = Checkpoint(node, tail, slots, kept, pinned=record.pinned, tokens_saved=saved, stamp=self._queue.stamp())
-        self._index.add_checkpoint(checkpoint)
-        self._hold_blocks(kept)
-        for group, slot in zip(self.plan.states, slots, strict=True):
-            self._pools[group.index].hold(slot)
-        return checkpoint
-
-    def _hold_blocks(self, blocks: Sequence[int | None]) -> None:
-        for group, block in zip(self.plan.paged, blocks, strict=False):
-            if block is not None:
-                self._pools[group.index].hold(block)
 
     def _leave_window(self, seat: int, end: int) -> None:
         """Give back blocks that no later token of the seat looks at."""
@@ -488,20 +420,9 @@ class KVCacheCoordinator:
             first = max(0, end - group.window + 1) // group.block_size
             for unit in range(record.first_block[group.index], first):
                 self._pools[group.index].release(int(self._tables[group.index][seat, unit]))
-            self._offer_window(record, group, record.first_block[group.index], first)
+            if record.stores and first > record.first_block[group.index]:
+                self._cache.offer_window(record.node, group, record.first_block[group.index], first)
             record.first_block[group.index] = max(first, record.first_block[group.index])
-
-    def _offer_window(self, record: _Seat, group: GroupPlan, first: int, end: int) -> None:
-        """Queue the window blocks of units `first` to `end`: of use only to a prompt that resumes just behind them."""
-        if not record.stores or first >= end:
-            return
-        order = self.plan.paged.index(group)
-        node: Node | None = record.node
-        while node is not None and node.depth > first * self._unit:
-            if node.depth <= end * self._unit and node.blocks[order] is not None:
-                entry = WindowBlock(node, order, stamp=node.stamp)
-                self._queue.push(entry, self._worth(entry))
-            node = node.parent
 
     @staticmethod
     def _token_bytes(record: _Seat, start: int, end: int) -> bytes:
@@ -515,9 +436,7 @@ class KVCacheCoordinator:
         has_run = not record.sources and all(self._start[g.index][seat] == self._own[g.index][seat] for g in self.plan.states)
         if keep and record.stores and num_computed > 0 and has_run:
             slots = [int(self._own[group.index][seat]) for group in self.plan.states]
-            checkpoint = self._add_checkpoint(seat, record, num_computed, slots)
-            if checkpoint is not None:
-                self._queue.push(checkpoint, self._worth(checkpoint))
+            self._add_checkpoint(seat, num_computed, slots)
         self._close(seat)
 
     def _close(self, seat: int) -> None:
@@ -539,108 +458,11 @@ class KVCacheCoordinator:
                 self._own[group.index][seat] = NO_SLOT
         self.room[seat] = 0
         self._next_wanted[seat] = _NEVER
-        record.node.num_users -= 1
-        self._offer(record.node)
-
-    # -- eviction -------------------------------------------------------------------------------------------------------
-
-    def _touch(self, checkpoint: Checkpoint) -> None:
-        checkpoint.frequency += 1
-        checkpoint.stamp = self._queue.stamp()
-        self._queue.push(checkpoint, self._worth(checkpoint))
-
-    def _offer(self, node: Node) -> None:
-        """Queue a node for eviction once nothing hangs from it."""
-        if node.parent is None:
-            self._index.forget_root(node)
-        elif self._is_evictable(node):
-            if self.plan.paged:
-                self._queue.push(node, self._worth(node))
-            else:
-                self._evict(node)  # it holds no memory, so nothing else would ever remove it
-
-    def _worth(self, entry: Entry) -> float:
-        """Tokens saved per byte, times how often it was used."""
-        if isinstance(entry, WindowBlock):
-            return 0.0
-        if isinstance(entry, Node):
-            if self.plan.states:
-                return WORTHLESS
-            return self._unit / max(1, sum(group.page_nbytes for group in self.plan.paged))
-        nbytes = sum(group.page_nbytes for group in self.plan.states)
-        nbytes += entry.tokens_saved * self.plan.kv_nbytes_per_token
-        return entry.frequency * entry.tokens_saved / max(1, nbytes)
-
-    def _is_evictable(self, entry: Entry) -> bool:
-        if isinstance(entry, Checkpoint):
-            return not entry.evicted
-        if isinstance(entry, WindowBlock):
-            return not entry.node.evicted and entry.node.blocks[entry.order] is not None
-        return (
-            entry.parent is not None
-            and not entry.children
-            and not entry.checkpoints
-            and not entry.num_users
-            and not entry.evicted
-        )
-
-    def _evict_for(self, group: GroupPlan) -> bool:
-        """Evict until the group or the arena has a free page; False when nothing more can be evicted."""
-        set_aside: list[Entry] = []
-        while not (self._pools[group.index].has_free or self._arena.num_free):
-            entry = self._queue.pop(self._is_evictable)
-            if entry is None and not set_aside:
-                break
-            if entry is None:
-                # Nothing frees a page by itself: then whatever may uncover something that does.
-                self._evict(set_aside.pop(0))
-                continue
-            if entry.priority != WORTHLESS and len(set_aside) < _SEARCH_LIMIT and not self._frees(entry, group):
-                set_aside.append(entry)
-                continue
-            self._evict(entry)
-        for entry in set_aside:
-            self._queue.put_back(entry)
-        return self._pools[group.index].has_free or self._arena.num_free > 0
-
-    def _frees(self, entry: Entry, group: GroupPlan) -> bool:
-        """Whether evicting the entry brings the group nearer to a page: one of its own, or a superpage without live pages."""
-        for owner, page in self._pages_of(entry):
-            pool = self._pools[owner.index]
-            if pool.is_live(page):
-                continue
-            if owner is group or pool.can_empty(page):
-                return True
-        return False
-
-    def _pages_of(self, entry: Entry) -> list[tuple[GroupPlan, int]]:
-        if isinstance(entry, WindowBlock):
-            block = entry.node.blocks[entry.order]
-            return [(self.plan.paged[entry.order], block)] if block is not None else []
-        pages = [(group, block) for group, block in zip(self.plan.paged, entry.blocks, strict=False) if block is not None]
-        if isinstance(entry, Checkpoint):
-            pages += zip(self.plan.states, entry.slots, strict=True)
-        return pages
-
-    def _evict(self, entry: Entry) -> None:
-        self._queue.evicted(entry)
-        for group, page in self._pages_of(entry):
-            self._pools[group.index].drop(page)
-        if isinstance(entry, Checkpoint):
-            self._index.remove_checkpoint(entry)
-            self._offer(entry.node)
-        elif isinstance(entry, WindowBlock):
-            entry.node.blocks[entry.order] = None
-        else:
-            parent = entry.parent
-            assert parent is not None, "a root is never queued"
-            self._index.remove_node(entry)
-            self._offer(parent)
+        self._cache.use(record.node, -1)
 
     def clear(self) -> None:
         """Evict all that no request uses."""
-        while (entry := self._queue.pop(self._is_evictable)) is not None:
-            self._evict(entry)
+        self._cache.clear()
 
     # -- reports --------------------------------------------------------------------------------------------------------
 
@@ -652,12 +474,12 @@ class KVCacheCoordinator:
             counts[f"{kind}_used"] += pool.num_live
             counts[f"{kind}_cached"] += pool.num_cached
             counts[f"{kind}_total"] += pool.num_pages
+        counts["checkpoints_written"] = self.num_checkpoints_written
         return {**counts, "superpages_free": self._arena.num_free, "superpages_total": self._arena.num_superpages}
 
     def check(self) -> None:
         """Assert that every page is accounted for exactly once: free + cached + live = all, per pool, as sets."""
         refs: list[Counter[int]] = [Counter() for _ in self.plan.groups]
-        holds: list[Counter[int]] = [Counter() for _ in self.plan.groups]
         for seat, record in self._seats.items():
             for group in self.plan.paged:
                 row = self._tables[group.index][seat]
@@ -672,12 +494,9 @@ class KVCacheCoordinator:
             for group, slot in zip(self.plan.states, pending.slots, strict=True):
                 refs[group.index][slot] += 1
         users = Counter(id(record.node) for record in self._seats.values())
-        for node in self._index.walk():
+        for node in self._cache.nodes():
             assert node.num_users == users[id(node)], f"node at {node.depth} counts {node.num_users} users, has {users[id(node)]}"
-            entries: list[Entry] = [node, *node.checkpoints.values()]
-            for entry in entries:
-                for group, page in self._pages_of(entry):
-                    holds[group.index][page] += 1
+        holds = self._cache.holds()
         owned: list[int] = []
         for pool, group_refs, group_holds in zip(self._pools, refs, holds, strict=True):
             pool.check(dict(group_refs), dict(group_holds))

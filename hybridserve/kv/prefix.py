@@ -35,6 +35,7 @@ class Node:
         "edges",
         "evicted",
         "key",
+        "lost_state",
         "num_users",
         "parent",
         "priority",
@@ -53,6 +54,7 @@ class Node:
         self.edges: list[bytes] = []  # both kinds of key, sorted: the most similar one is a neighbour
         self.num_users = 0  # running requests whose text goes on from here
         self.evicted = False
+        self.lost_state = False  # a checkpoint hung from it and was evicted
         self.stamp = 0.0  # the eviction clock when it was last used
         self.priority = 0.0  # of its place in the eviction queue; places with another priority are stale
 
@@ -180,12 +182,16 @@ class PrefixIndex:
         node = parent.children.get(tokens)
         if node is not None:
             return node, False
-        key = hashlib.sha256(parent.key + tokens).digest()
-        node = Node(key, parent, tokens, parent.depth + self.unit, blocks)
+        node = Node(self.child_key(parent.key, tokens), parent, tokens, parent.depth + self.unit, blocks)
         parent.children[tokens] = node
         insort(parent.edges, tokens)
         self.num_nodes += 1
         return node, True
+
+    @staticmethod
+    def child_key(parent: bytes, tokens: bytes) -> bytes:
+        """Key of the text that continues `parent`'s by one unit."""
+        return hashlib.sha256(parent + tokens).digest()
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Hang a checkpoint from its node, which has none at that text yet."""

@@ -46,26 +46,48 @@ class Branch(nn.Module):
         return _scaled(y, self.after)
 
 
-class DecoderLayer(nn.Module):
-    """x += r * sum of mixers(norm(x)); x += r * mlp(mlp_norm(x)), with Granite's residual multiplier r."""
+class Layer(nn.Module):
+    """What a model is a sequence of. A subclass sets `kind` and its caches; most architectures need `DecoderLayer` only."""
+
+    kind: str  # the mixers, joined by +
+
+    def cache_specs(self) -> dict[str, Spec]:
+        """The caches of this layer by name."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
+        """x: [T, ...], what the layers pass on; caches by the names of `cache_specs`, written as `batch` says. Returns as x."""
+        raise NotImplementedError
+
+
+class DecoderLayer(Layer):
+    """x += r * after(sum of mixers(norm(x))); x += r * mlp_after(mlp(mlp_norm(x))), with Granite's residual multiplier r.
+
+    Norms may be absent: most families have no norm after a half, Olmo none before it. So may a whole half: a layer of
+    Nemotron-H is a mixer, or an MLP.
+    """
 
     def __init__(
         self,
         branches: Sequence[Branch],
-        norm: nn.Module,
-        mlp: nn.Module,
-        mlp_norm: nn.Module,
+        norm: nn.Module | None,
+        mlp: nn.Module | None,
+        mlp_norm: nn.Module | None,
         *,
+        after_norm: nn.Module | None = None,
+        after_mlp_norm: nn.Module | None = None,
         residual_multiplier: float = 1.0,
     ) -> None:
         super().__init__()
         self.mixers = nn.ModuleDict({branch.mixer.kind: branch for branch in branches})
         assert len(self.mixers) == len(branches), "two mixers of one kind in a layer would share cache and parameter names"
         self.norm = norm
+        self.after_norm = after_norm
         self.mlp = mlp
         self.mlp_norm = mlp_norm
+        self.after_mlp_norm = after_mlp_norm
         self.residual_multiplier = residual_multiplier
-        self.kind = "+".join(branch.mixer.kind for branch in branches)
+        self.kind = "+".join(branch.mixer.kind for branch in branches) or "mlp"
         specs = {branch.mixer.kind: branch.mixer.specs() for branch in branches}
         self._specs = {f"{kind}.{name}": spec for kind, named in specs.items() for name, spec in named.items()}
         self._cache_names = {kind: {name: f"{kind}.{name}" for name in named} for kind, named in specs.items()}
@@ -76,13 +98,29 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
         """x: [T, D]; caches by the names of `cache_specs`, written as `batch` says. Returns [T, D]."""
-        normed = self.norm(x)
-        mixed = [
-            branch(normed, batch, {name: caches[full] for name, full in self._cache_names[kind].items()})
-            for kind, branch in self.mixers.items()
-        ]
-        x = x + _scaled(sum(mixed[1:], mixed[0]), self.residual_multiplier)
-        return x + _scaled(self.mlp(self.mlp_norm(x)), self.residual_multiplier)
+        if self._cache_names:
+            normed = _through(self.norm, x)
+            mixed = [
+                branch(normed, batch, {name: caches[full] for name, full in self._cache_names[kind].items()})
+                for kind, branch in self.mixers.items()
+            ]
+            x = x + _scaled(_through(self.after_norm, sum(mixed[1:], mixed[0])), self.residual_multiplier)
+        if self.mlp is None:
+            return x
+        y = _through(self.after_mlp_norm, self.mlp(_through(self.mlp_norm, x)))
+        return x + _scaled(y, self.residual_multiplier)
+
+
+class Streams(nn.Module):
+    """What layers pass on where it is more than one hidden row of each token. A subclass is used by one architecture."""
+
+    def open(self, x: Tensor) -> Tensor:
+        """What the first layer is given. x: [T, D], the embeddings."""
+        raise NotImplementedError
+
+    def close(self, x: Tensor) -> Tensor:
+        """What the final norm is given: [T, D]. x: [T, ...], from the last layer."""
+        raise NotImplementedError
 
 
 class Embedding(nn.Module):
@@ -103,7 +141,7 @@ class CausalLM(nn.Module):
     def __init__(
         self,
         info: ModelInfo,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[Layer],
         norm: nn.Module,
         ops: Ops,
         dtype: torch.dtype,
@@ -112,6 +150,8 @@ class CausalLM(nn.Module):
         weight_map: WeightMap,
         embedding_multiplier: float = 1.0,
         logits_multiplier: float = 1.0,
+        logits_softcap: float | None = None,
+        streams: Streams | None = None,
     ) -> None:
         super().__init__()
         self.info = info
@@ -123,6 +163,8 @@ class CausalLM(nn.Module):
         self.lm_head = None if tied else Linear(info.hidden_size, info.vocab_size, ops, dtype)
         self.embedding_multiplier = embedding_multiplier
         self.logits_multiplier = logits_multiplier
+        self.logits_softcap = logits_softcap
+        self.streams = streams
         self._linear = ops.linear
         self._layers = tuple(layers)  # typed, and without ModuleList's indexing on every pass
 
@@ -137,14 +179,19 @@ class CausalLM(nn.Module):
     def forward(self, batch: Batch, caches: Sequence[LayerCaches]) -> Tensor:
         """Run all layers. caches: per layer, by the names of `cache_specs`; written in place. Returns [T, D] after the norm."""
         x = _scaled(self.embed_tokens(batch.input_ids), self.embedding_multiplier)
+        if self.streams is not None:
+            x = self.streams.open(x)
         for layer, layer_caches in zip(self._layers, caches, strict=True):
             x = layer(x, batch, layer_caches)
+        if self.streams is not None:
+            x = self.streams.close(x)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token. hidden: [R, D], rows of what `forward` returned. Returns fp32 [R, vocab]."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return _scaled(self._linear(hidden, weight, None).float(), self.logits_multiplier)
+        logits = _scaled(self._linear(hidden, weight, None).float(), self.logits_multiplier)
+        return logits if self.logits_softcap is None else self.logits_softcap * torch.tanh(logits / self.logits_softcap)
 
 
 def format_layer_plan(kinds: Sequence[str]) -> str:
@@ -160,3 +207,7 @@ def format_layer_plan(kinds: Sequence[str]) -> str:
 
 def _scaled(x: Tensor, multiplier: float) -> Tensor:
     return x if multiplier == 1.0 else x * multiplier
+
+
+def _through(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridserve.backends.ops import Ops
 from hybridserve.config import EngineSettings
@@ -123,9 +123,11 @@ def _place(tensor: Tensor, piece: Piece, parameter: Tensor, device: torch.device
 
 
 def _install(model: CausalLM, made: Mapping[str, Tensor]) -> None:
-    """Give a laid-out model its parameters."""
-    model.load_state_dict(made, strict=True, assign=True)
-    model.requires_grad_(False)
+    """Give a laid-out model its parameters. One that several modules share (Zamba2's blocks) stays shared."""
+    filled = {id(parameter): nn.Parameter(made[name], requires_grad=False) for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, filled[id(parameter)])
 
 
 def _report(model: CausalLM, *, num_tensors: int, mapped_nbytes: int) -> LoadReport:

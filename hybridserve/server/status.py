@@ -11,7 +11,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from hybridserve import request as bounds
-from hybridserve.engine.messages import EngineStats
+from hybridserve.engine.messages import EngineInfo, EngineStats
 from hybridserve.errors import HybridServeError
 from hybridserve.server.fault import send_json
 from hybridserve.server.service import Service
@@ -38,7 +38,7 @@ class StatusRoutes:
         await send_json(msgspec.json.encode(self._card()), send)
 
     async def limits(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """`GET /v1/limits`: every bound of a request, and the features that are off with the reason."""
+        """`GET /v1/limits`: every bound of a request, how memory is divided, and the features that are off with the reason."""
         info = self._service.client.info
         settings = self._service.settings
         reply = {
@@ -58,6 +58,8 @@ class StatusRoutes:
             "max_body_nbytes": settings.max_body_nbytes,
             "request_timeout_s": settings.request_timeout_s,
             "features_off": info.features_off,
+            "memory": _memory(info),
+            "backends": info.backends,
         }
         await send_json(msgspec.json.encode(reply), send)
 
@@ -108,3 +110,23 @@ class StatusRoutes:
             "num_parameters": info.num_parameters,
             "has_chat_template": self._service.template is not None,
         }
+
+
+def _memory(info: EngineInfo) -> dict[str, Any]:
+    """The division of memory in force, under the names that `hybridserve check-model --json` uses for the same figures."""
+    return {
+        "num_parameters": info.num_parameters,
+        "weights_nbytes": info.weights_nbytes,
+        "kv_nbytes_per_token": info.kv_nbytes_per_token,
+        "state_nbytes_per_sequence": info.state_nbytes_per_sequence,
+        "block_size": info.block_size,
+        "match_unit": info.match_unit,
+        "superpage_nbytes": info.superpage_nbytes,
+        "num_superpages": info.num_superpages,
+        "cache_nbytes": info.superpage_nbytes * info.num_superpages,
+        "padding_percent": info.padding_percent,
+        "groups": info.groups,
+        "max_model_len": info.max_model_len,
+        "users_at": info.users_at,
+        "limit_at": info.limit_at,
+    }

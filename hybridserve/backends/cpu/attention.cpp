@@ -106,15 +106,26 @@ template <class T> XRows load_queries(const Attention &a, const Tile &tile, floa
     return x;
 }
 
+template <class T> static inline void prefetch_entry(const T *entry, int64_t size) {
+    for (int64_t at = 0; at < size; at += int64_t(64 / sizeof(T)))
+        __builtin_prefetch(entry + at, 0, 2);
+}
+
 // scores[i, token - origin] of tokens begin to end.
 template <class T>
 void score(const Attention &a, const Tile &tile, const XRows &x, int64_t origin, int64_t begin, int64_t end, float *scores, float *panel) {
     for (int64_t token = begin; token < end; token += PANEL_W) {
         WeightRows<T> keys;
         keys.count = smaller(PANEL_W, end - token);
-        keys.ahead = PREFETCH_ROWS * a.k.token_stride;
+        keys.ahead = 0;
         for (int64_t i = 0; i < keys.count; i++)
             keys.row[i] = entry<T>(a, a.k, tile, token + i);
+        // Entries lie apart and values are read by column: without asking, each line would be waited for.
+        for (int64_t i = 0; i < keys.count; i++) {
+            prefetch_entry(entry<T>(a, a.v, tile, token + i), a.value_size);
+            if (token + PANEL_W + i < end)
+                prefetch_entry(entry<T>(a, a.k, tile, token + PANEL_W + i), a.key_size);
+        }
         multiply(keys, x, a.key_size, panel, {scores + token - origin, SCORE_STRIDE});
     }
 }

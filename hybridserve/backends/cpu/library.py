@@ -36,7 +36,8 @@ _SIGNATURES = {
     "hs_moe": "pin p pi pnn pnn i p nnnnn ii",
 }
 
-_IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
+#: The codes that kernels take for element types; what is not here they do not read.
+IS_BF16: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1}
 
 #: Codes of the activation functions in activation.h.
 ACTIVATION_CODES: Mapping[Activation, int] = {
@@ -65,12 +66,7 @@ class Library:
 
 def covers(*tensors: Tensor | None) -> bool:
     """Whether each tensor (None passes) has an element type that the kernels read: fp32 or bf16."""
-    return {tensor.dtype for tensor in tensors if tensor is not None} <= _IS_BF16.keys()
-
-
-def is_bf16(tensor: Tensor) -> int:
-    """The code that kernels take for an element type: 1 for bf16, 0 for fp32."""
-    return _IS_BF16[tensor.dtype]
+    return {tensor.dtype for tensor in tensors if tensor is not None} <= IS_BF16.keys()
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
@@ -80,10 +76,10 @@ def dense_rows(tensor: Tensor) -> Tensor:
 
 def elements(tensor: Tensor | None) -> tuple[int | None, int]:
     """A dense tensor as kernels take it: address (null for None) and code of the element type."""
-    return (None, 0) if tensor is None else (tensor.data_ptr(), _IS_BF16[tensor.dtype])
+    return (None, 0) if tensor is None else (tensor.data_ptr(), IS_BF16[tensor.dtype])
 
 
 def heads(tensor: Tensor) -> tuple[int, int, int, int]:
     """A [T, H, ...] tensor as kernels take it: address, element type, strides of rows and heads."""
     row, head = tensor.stride()[:2]
-    return tensor.data_ptr(), _IS_BF16[tensor.dtype], row, head
+    return tensor.data_ptr(), IS_BF16[tensor.dtype], row, head

@@ -17,7 +17,12 @@ struct Problem {
 
 template <class X, class W> void widen(const Problem &p, int64_t first, const XRows &x, float *memory) {
     const X *from = static_cast<const X *>(p.x) + first * p.x_stride;
-#pragma omp parallel for num_threads(p.threads) if (x.count * p.k > 32768)
+    if (p.threads == 1 || x.count * p.k <= 32768) {
+        for (int64_t m = 0; m < x.count; m++)
+            widen_row<W>(from + m * p.x_stride, p.k, memory + m * x.stride);
+        return;
+    }
+#pragma omp parallel for num_threads(p.threads)
     for (int64_t m = 0; m < x.count; m++)
         widen_row<W>(from + m * p.x_stride, p.k, memory + m * x.stride);
 }
@@ -36,26 +41,30 @@ template <class X, class W> void write(const Problem &p, const Sums &sums, int64
     }
 }
 
+template <class X, class W> void multiply_panel(const Problem &p, const XRows &x, int64_t first, int64_t index, Scratch &scratch) {
+    float *panel = scratch.floats(PANEL_SIZE + x.count * PANEL_W);
+    Sums sums{panel + PANEL_SIZE, PANEL_W};
+    int64_t n = index * PANEL_W, count = smaller(PANEL_W, p.n - n);
+    const W *w = static_cast<const W *>(p.w) + n * p.w_stride;
+    multiply(WeightRows<W>::strided(w, p.w_stride, count), x, p.k, panel, sums);
+    write<X, W>(p, sums, first, x.count, n, count);
+}
+
 template <class X, class W> void linear(const Problem &p) {
-    static thread_local Scratch x_scratch;
+    static thread_local Scratch x_scratch, scratch;
     int64_t stride = x_stride_for(p.k), panels = (p.n + PANEL_W - 1) / PANEL_W;
     float *memory = x_scratch.floats(smaller(ROW_BLOCK, p.rows) * stride);
-    const W *w = static_cast<const W *>(p.w);
     for (int64_t first = 0; first < p.rows; first += ROW_BLOCK) {
         XRows x{memory, stride, smaller(ROW_BLOCK, p.rows - first)};
         widen<X, W>(p, first, x, memory);
-#pragma omp parallel num_threads(p.threads) if (p.n * p.k * x.count > 65536)
-        {
-            static thread_local Scratch scratch;
-            float *panel = scratch.floats(PANEL_SIZE + x.count * PANEL_W);
-            Sums sums{panel + PANEL_SIZE, PANEL_W};
-#pragma omp for schedule(dynamic)
-            for (int64_t block = 0; block < panels; block++) {
-                int64_t n = block * PANEL_W, count = smaller(PANEL_W, p.n - n);
-                multiply(WeightRows<W>::strided(w + n * p.w_stride, p.w_stride, count), x, p.k, panel, sums);
-                write<X, W>(p, sums, first, x.count, n, count);
-            }
+        if (p.threads == 1 || p.n * p.k * x.count <= 65536) {
+            for (int64_t i = 0; i < panels; i++)
+                multiply_panel<X, W>(p, x, first, i, scratch);
+            continue;
         }
+#pragma omp parallel for num_threads(p.threads) schedule(dynamic)
+        for (int64_t i = 0; i < panels; i++)
+            multiply_panel<X, W>(p, x, first, i, scratch);
     }
 }
 

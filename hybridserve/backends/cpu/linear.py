@@ -6,7 +6,7 @@ Owns the choice between the kernel and torch for a number of rows. Must not know
 import torch
 from torch import Tensor
 
-from hybridserve.backends.cpu.library import Library, covers, dense_rows, elements, is_bf16
+from hybridserve.backends.cpu.library import IS_BF16, Library
 from hybridserve.backends.reference.linear import linear
 
 #: With bf16 instructions, the most rows for which reading the weights outweighs the arithmetic, so that the kernel wins.
@@ -26,25 +26,43 @@ class NativeLinear:
         self._bf16_hardware = bf16_hardware
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """y = x weight^T + bias. x: [..., in]; weight: [out, in]; bias: [out] or None. Returns [..., out] in x's dtype."""
-        size_out, size_in = weight.shape
-        rows = x.reshape(-1, size_in) if x.dim() != 2 else x
+        """y = x weight^T + bias. x: [..., in]; weight: [out, in]; bias: [out] or None. Returns [..., out] in x's dtype.
+
+        Raises ValueError if x's last dimension is not the weight's.
+        """
+        shape, (size_out, size_in) = x.shape, weight.shape
+        if shape[-1] != size_in:
+            raise ValueError(f"x has {shape[-1]} entries in a row and the weight takes {size_in}; they must be equal")
+        rows = x if len(shape) == 2 else x.reshape(-1, size_in)
         if not self._takes(rows, weight, bias):
             return linear(x, weight, bias)
-        rows = dense_rows(rows)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
         if bias is not None:
             bias = bias.to(weight.dtype).contiguous()
-        out = x.new_empty(*x.shape[:-1], size_out)
+        out = x.new_empty((*shape[:-1], size_out))
+        # Small models feel every microsecond here, so nothing is computed twice or unpacked.
         self._kernel(
-            *(rows.data_ptr(), rows.stride(0), is_bf16(rows)),
-            *(weight.data_ptr(), weight.stride(0), is_bf16(weight)),
-            *(elements(bias)[0], out.data_ptr()),
-            *(rows.shape[0], size_out, size_in, torch.get_num_threads()),
+            rows.data_ptr(),
+            rows.stride(0),
+            IS_BF16[x.dtype],
+            weight.data_ptr(),
+            weight.stride(0),
+            IS_BF16[weight.dtype],
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            len(rows),
+            size_out,
+            size_in,
+            torch.get_num_threads(),
         )
         return out
 
     def _takes(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        if not covers(rows, weight, bias) or weight.stride(1) != 1:
+        if rows.dtype not in IS_BF16 or weight.dtype not in IS_BF16 or weight.stride(1) != 1:
             return False
-        both_bf16 = rows.dtype == weight.dtype == torch.bfloat16
-        return not (self._bf16_hardware and both_bf16 and rows.shape[0] > MAX_ROWS_BESIDE_BF16_HARDWARE)
+        if bias is not None and bias.dtype not in IS_BF16:
+            return False
+        if not self._bf16_hardware or len(rows) <= MAX_ROWS_BESIDE_BF16_HARDWARE:
+            return True
+        return not rows.dtype == weight.dtype == torch.bfloat16

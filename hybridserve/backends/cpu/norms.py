@@ -6,7 +6,7 @@ Owns the mapping of their tensors to the kernels' arguments. Must not know which
 import torch
 from torch import Tensor
 
-from hybridserve.backends.cpu.library import ACTIVATION_CODES, Kernel, Library, covers, dense_rows, elements
+from hybridserve.backends.cpu.library import ACTIVATION_CODES, IS_BF16, Kernel, Library, covers, elements
 from hybridserve.backends.ops import Activation
 from hybridserve.backends.reference import norms as reference
 
@@ -25,14 +25,13 @@ class NativeNorms:
         """See `ops.RmsNorm`. x: [..., D]; weight: [D] or None. Returns [..., D] in x's dtype."""
         if not covers(x, weight):
             return reference.rms_norm(x, weight, eps, zero_centred=zero_centred)
-        rows = _in_three(x)
+        rows, outer_stride, inner_stride, outer, inner = _in_two(x)
         if weight is not None:
             weight = weight.contiguous()
         out = x.new_empty(x.shape)
         self._plain(
-            *(*elements(rows), rows.stride(0), rows.stride(1), *elements(weight), eps, zero_centred, out.data_ptr()),
-            *rows.shape,
-            torch.get_num_threads(),
+            *(rows.data_ptr(), IS_BF16[x.dtype], outer_stride, inner_stride, *elements(weight), eps, zero_centred),
+            *(out.data_ptr(), outer, inner, x.shape[-1], torch.get_num_threads()),
         )
         return out
 
@@ -52,24 +51,32 @@ class NativeNorms:
             return reference.gated_rms_norm(
                 x, gate, weight, eps, group_size=group_size, norm_first=norm_first, activation=activation
             )
-        rows, gates = _in_three(x), _in_three(gate)
+        rows, x_outer, x_inner, outer, inner = _in_two(x)
+        gates, gate_outer, gate_inner, _, _ = _in_two(gate)
         if weight is not None:
             weight = weight.contiguous()
         out = gate.new_empty(gate.shape)
         self._gated(
-            *(*elements(rows), rows.stride(0), rows.stride(1)),
-            *(*elements(gates), gates.stride(0), gates.stride(1)),
-            *(*elements(weight), eps, group_size, norm_first, ACTIVATION_CODES[activation], out.data_ptr()),
-            *rows.shape,
-            torch.get_num_threads(),
+            *(rows.data_ptr(), IS_BF16[x.dtype], x_outer, x_inner),
+            *(gates.data_ptr(), IS_BF16[gate.dtype], gate_outer, gate_inner),
+            *(*elements(weight), eps, group_size, norm_first, ACTIVATION_CODES[activation]),
+            *(out.data_ptr(), outer, inner, x.shape[-1], torch.get_num_threads()),
         )
         return out
 
 
-def _in_three(x: Tensor) -> Tensor:
-    """x: [..., D] as [outer, inner, D], dense in the last dimension; a view where the strides allow."""
+def _in_two(x: Tensor) -> tuple[Tensor, int, int, int, int]:
+    """x: [..., D] as rows in two dimensions: the tensor that holds them, strides of outer and inner rows, their numbers.
+
+    A copy only if x is not dense in the last dimension, or has more than three and no uniform stride.
+    """
+    if x.dim() > 3:
+        x = x.reshape(-1, x.shape[-1])
+    if x.stride(-1) != 1:
+        x = x.contiguous()
     if x.dim() == 3:
-        return dense_rows(x)
+        outer, inner, _ = x.stride()
+        return x, outer, inner, x.shape[0], x.shape[1]
     if x.dim() == 2:
-        return dense_rows(x).unsqueeze(1)
-    return dense_rows(x.reshape(1, -1, x.shape[-1]))
+        return x, x.stride(0), 0, x.shape[0], 1
+    return x, 0, 0, 1, 1

@@ -13,6 +13,7 @@ from hybridserve.backends.reference.conv import short_conv
 from hybridserve.backends.reference.linear import linear, moe, slow_at, widened_linear
 from hybridserve.backends.reference.norms import gated_rms_norm, rms_norm
 from hybridserve.backends.reference.recurrence import delta_rule, linear_scan
+from hybridserve.backends.reference.selective_scan import selective_scan
 
 
 def offer(device: torch.device, dtype: torch.dtype) -> Offer:
@@ -35,6 +36,7 @@ def offer(device: torch.device, dtype: torch.dtype) -> Offer:
             "short_conv": short_conv,
             "delta_rule": delta_rule,
             "linear_scan": linear_scan,
+            "selective_scan": selective_scan,
             "moe": partial(moe, product),
         },
         refused={},

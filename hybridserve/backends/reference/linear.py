@@ -62,21 +62,28 @@ def moe(
     down: Tensor,
     *,
     activation: Activation,
+    limit: float | None = None,
+    up_shift: float = 0.0,
+    biases: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See `ops.Moe`; `product` is the `linear` to use.
 
-    x: [T, D]; expert_ids: [T, k]; expert_weights: [T, k]; gate_up: [E, 2I, D]; down: [E, D, I]. Returns [T, D].
+    x: [T, D]; expert_ids: [T, k]; expert_weights: [T, k]; gate_up: [E, 2I, D] or [E, I, D]; down: [E, D, I]; biases: [E, 2I
+    or I] and [E, D]. Returns [T, D].
     """
     top_k = expert_ids.shape[1]
     by_expert = expert_ids.flatten().argsort(stable=True)  # [T * k] of (row, choice) pairs
     counts = torch.bincount(expert_ids.flatten(), minlength=len(gate_up)).tolist()
     each = x.new_empty(len(by_expert), x.shape[-1])  # [T * k, D]: one result per pair, so that rows share no sum
+    gated = gate_up.shape[1] != down.shape[2]
     first = 0
     for expert, count in enumerate(counts):
         if count:
             pairs = by_expert[first : first + count]
-            gate, up = product(x[pairs // top_k], gate_up[expert], None).chunk(2, dim=-1)
-            each[pairs] = product(ACTIVATIONS[activation](gate) * up, down[expert], None)
+            bias, down_bias = (None, None) if biases is None else (biases[0][expert], biases[1][expert])
+            inner = product(x[pairs // top_k], gate_up[expert], bias)
+            inner = gate(inner, activation, limit, up_shift) if gated else ACTIVATIONS[activation](inner)
+            each[pairs] = product(inner, down[expert], down_bias)
             first += count
     each = each.view(*expert_ids.shape, x.shape[-1])
     # Choice after choice in fp32: a row's sum has the same order whatever its neighbours are.
@@ -84,3 +91,13 @@ def moe(
     for choice in range(top_k):
         y.addcmul_(each[:, choice].float(), expert_weights[:, choice, None].float())
     return y.to(x.dtype)
+
+
+def gate(gate_up: Tensor, activation: Activation, limit: float | None, up_shift: float) -> Tensor:
+    """act(gate) * (up + up_shift), both bounded as `ops.Moe` says. gate_up: [..., 2I], gate first. Returns [..., I]."""
+    left, up = gate_up.chunk(2, dim=-1)
+    if limit is not None:
+        left, up = left.clamp(max=limit), up.clamp(-limit, limit)
+    if up_shift:
+        up = up + up_shift
+    return ACTIVATIONS[activation](left) * up

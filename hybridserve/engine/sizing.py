@@ -1,0 +1,135 @@
+"""How much cache an engine makes of the memory it has, and what that holds: the one place for engine and `check-model`.
+
+Owns the choice of the device, the bytes given to caches, the longest context that follows, and the figures that
+`EngineInfo` and a report share. Must not know requests or weights: it is told how many bytes are free. Called by `core.py`
+and by `check/`.
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybridserve.config import EngineSettings
+from hybridserve.engine.messages import GroupInfo
+from hybridserve.errors import DoesNotFitError, UsageError
+from hybridserve.kv.arena import CachePlan, plan_cache
+from hybridserve.kv.spec import Spec
+
+log = logging.getLogger(__name__)
+
+#: Context lengths, beside the longest, at which it is told how many users fit.
+CONTEXT_LENGTHS = (1024, 8192, 32768)
+#: More than any machine has: for what a plan would need if memory did not matter.
+_UNLIMITED_NBYTES = 2**60
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """The caches of an engine."""
+
+    plan: CachePlan
+    max_model_len: int  # as asked for, or as much of the model's own as fits
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What fits at one context length."""
+
+    users: int  # sequences of this length that run at once
+    limit: str  # what keeps it from being one more: "max_num_seqs", "paged_cache" or "states"
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a setting: "auto" takes CUDA where there is one. Raises UsageError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no CUDA device; use --device cpu, or install a CUDA build of torch")
+    return torch.device(name)
+
+
+def free_nbytes(device: torch.device) -> int:
+    """Bytes that nobody uses on a device now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def size_cache(settings: EngineSettings, specs: Sequence[Mapping[str, Spec]], max_positions: int, free: int) -> Sizing:
+    """Plan the caches that layers with these specs get when `free` bytes are left beside the weights.
+
+    `max_positions` is the longest context of the model. Raises DoesNotFitError with what one sequence needs.
+    """
+    longest, chunk = settings.max_model_len or max_positions, longest_chunk(settings)
+    nbytes = settings.kv_cache_memory
+    if nbytes is None:
+        nbytes = min(int(free * settings.kv_cache_share), _most_useful_nbytes(specs, settings, longest))
+    plan = plan_cache(specs, nbytes, block_size=settings.block_size, max_chunk=chunk)
+    fits = plan.longest_sequence(longest)
+    if fits < 2 or (settings.max_model_len is not None and fits < longest):
+        needed = unlimited_plan(settings, specs).superpages_needed(longest)
+        raise DoesNotFitError(
+            f"one sequence of {longest:,} tokens needs {needed * plan.superpage_nbytes:,} bytes of cache, {nbytes:,} are there: "
+            f"lower --max-model-len to {fits:,} or raise --kv-cache-memory"
+        )
+    if fits < longest:
+        log.warning("max_model_len is %d, not the model's %d: that is what %d bytes of cache hold", fits, longest, nbytes)
+    return Sizing(plan, fits)
+
+
+def longest_chunk(settings: EngineSettings) -> int:
+    """Most tokens of one sequence in a pass."""
+    return max(settings.max_num_batched_tokens, settings.max_num_seqs)
+
+
+def unlimited_plan(settings: EngineSettings, specs: Sequence[Mapping[str, Spec]]) -> CachePlan:
+    """The division of memory without a bound on it: for pages, groups and what a sequence needs."""
+    return plan_cache(specs, _UNLIMITED_NBYTES, block_size=settings.block_size, max_chunk=longest_chunk(settings))
+
+
+def _most_useful_nbytes(specs: Sequence[Mapping[str, Spec]], settings: EngineSettings, longest: int) -> int:
+    """Bytes beyond which more cache could not be used: every seat at full length, twice over for what is kept for hits."""
+    unlimited = unlimited_plan(settings, specs)
+    return max(1, 2 * unlimited.superpages_needed(longest, settings.max_num_seqs)) * unlimited.superpage_nbytes
+
+
+def capacity_at(plan: CachePlan, num_tokens: int, max_num_seqs: int) -> Capacity:
+    """How many sequences of `num_tokens` run at once, and which limit binds."""
+    users = plan.users_at(num_tokens)
+    if users >= max_num_seqs:
+        return Capacity(max_num_seqs, "max_num_seqs")
+    # Of the superpages that one user more would need, the kind that takes most.
+    taken = {
+        kind: sum(-(-plan.pages_needed(group, num_tokens) * (users + 1) // group.pages_per_superpage) for group in groups)
+        for kind, groups in (("paged_cache", plan.paged), ("states", plan.states))
+    }
+    return Capacity(users, max(taken, key=lambda kind: taken[kind]))
+
+
+def capacities(sizing: Sizing, max_num_seqs: int) -> dict[int, Capacity]:
+    """`capacity_at` of every length in CONTEXT_LENGTHS that is possible, and of the longest."""
+    lengths = sorted({*(n for n in CONTEXT_LENGTHS if n < sizing.max_model_len), sizing.max_model_len})
+    return {n: capacity_at(sizing.plan, n, max_num_seqs) for n in lengths}
+
+
+def describe_groups(plan: CachePlan) -> list[GroupInfo]:
+    """The cache groups as messages."""
+    return [
+        GroupInfo(
+            kind=group.kind,
+            layers=list(group.layers),
+            page_nbytes=group.page_nbytes,
+            natural_nbytes=group.natural_nbytes,
+            pages_per_superpage=group.pages_per_superpage,
+            window=group.window,
+        )
+        for group in plan.groups
+    ]
+
+
+def features_off(settings: EngineSettings) -> dict[str, str]:
+    """Features that this engine does not offer: name -> reason code."""
+    return {} if settings.enable_prefix_caching else {"prefix_caching": "disabled_by_flag"}

@@ -1,0 +1,68 @@
+"""Why a prompt hit as far as it did: the arithmetic from what was found to an `Explanation`.
+
+Owns the order in which reasons are given. Knows no pages; `PrefixCache` tells it what was found. The codes themselves are in
+`request.py`, since they cross the wire.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hybridserve.request import Explanation, Reason
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a lookup found out, in tokens from the start of the prompt."""
+
+    num_hit: int
+    num_text: int  # text in the index
+    num_known: int  # text in the index, and behind it text that was there and was evicted
+    group_tokens: Mapping[int, int]
+    state_was_evicted: bool  # a state further on in the text had been kept and was evicted
+    limited_by_window: bool
+    has_siblings: bool  # other text goes on from where this prompt's known text ends
+
+
+def explain(num_prompt: int, found: Findings, *, salt: str, boundaries: tuple[int, ...]) -> Explanation:
+    """Give every token of the prompt its reason."""
+    last = num_prompt - 1
+    hit = min(found.num_hit, last)
+    text, known = min(found.num_text, last), min(found.num_known, last)
+    tokens: dict[Reason, int] = {}
+
+    def count(reason: Reason, num: int) -> None:
+        if num > 0:
+            tokens[reason] = tokens.get(reason, 0) + num
+
+    count("hit", hit)
+    behind: Reason = "window" if found.limited_by_window else "evicted" if found.state_was_evicted else "no_state"
+    count(behind, text - hit)
+    count("evicted", known - text)
+    history = max((b for b in boundaries[:-1] if b <= last), default=0)
+    drifted = max(0, history - known) if found.has_siblings and known > 0 else 0
+    count("template_drift", drifted)
+    count("salted" if salt else "never_seen", last - known - drifted)
+    count("last_token", 1)
+    lost = {reason: num for reason, num in tokens.items() if reason not in ("hit", "last_token")}
+    limiting = min(found.group_tokens, key=lambda g: found.group_tokens[g], default=None) if hit < text else None
+    return Explanation(
+        num_prompt=num_prompt,
+        num_hit=hit,
+        num_text=text,
+        group_tokens=dict(found.group_tokens),
+        limiting_group=limiting,
+        reason=max(lost, key=lambda reason: lost[reason]) if lost else "hit",
+        tokens=tokens,
+        parted_at=known if known < last else None,
+        parted_in_message=sum(b <= known for b in boundaries) if known < last and boundaries else None,
+    )
+
+
+def unexplored(num_prompt: int, reason: Reason) -> Explanation:
+    """The explanation of a prompt that was not looked up at all."""
+    tokens: dict[Reason, int] = {"last_token": 1}
+    if num_prompt > 1:
+        tokens[reason] = num_prompt - 1
+    return Explanation(
+        num_prompt=num_prompt, num_hit=0, num_text=0, group_tokens={}, limiting_group=None, reason=reason, tokens=tokens
+    )

@@ -1,0 +1,152 @@
+"""DeepSeek-V3: latent attention in every layer, experts chosen by sigmoid scores within groups. Source: published
+`DeepseekV3ForCausalLM`.
+
+Owns how its config is read and its weights are named. Called through the table of architectures; the other latent-attention
+families use the parts that they share.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import nn
+
+from hybridserve.backends.ops import Ops
+from hybridserve.mixers.base import mixers
+from hybridserve.mixers.mla import MLAConfig
+from hybridserve.mixers.norm import RMSNorm
+from hybridserve.mixers.rotary import RotaryConfig, YarnScaling
+from hybridserve.models.architectures import architectures
+from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
+from hybridserve.models.llama import read_info
+from hybridserve.models.mlp import SwiGLU
+from hybridserve.models.moe import MoE, MoeConfig
+from hybridserve.models.qwen3_next import RULES
+from hybridserve.models.reader import MAX_LAYERS, ConfigReader
+from hybridserve.models.rope import read_rotary
+from hybridserve.models.weights import WeightMap
+
+RENAMES = (
+    (r"\.mixers\.\w+\.mixer\.", ".self_attn."),
+    (r"(layers\.\d+)\.norm\.", r"\1.input_layernorm."),
+    (r"\.mlp_norm\.", ".post_attention_layernorm."),
+    (r"\.mlp\.router\.", ".mlp.gate."),
+    (r"\.mlp\.choice_bias$", ".mlp.gate.e_score_correction_bias"),
+    (r"\.mlp\.shared\.", ".mlp.shared_experts."),
+    (r"\.down\.weight$", ".down_proj.weight"),
+)
+#: Training, tensor-parallel layout, and sizes that the other keys already give.
+UNUSED_KEYS = (
+    "pretraining_tp", "ep_size", "seq_aux", "aux_loss_alpha", "num_nextn_predict_layers", "qk_head_dim", "head_dim",
+    "initializer_range",
+)  # fmt: skip
+
+
+def read_mla(config: ConfigReader, rotary: RotaryConfig | None, *, output_gate: bool = False) -> MLAConfig:
+    """Latent attention in the keys that all families share. Its inner norms have an epsilon of their own."""
+    num_heads = config.read_size("num_attention_heads")
+    config.expect("num_key_value_heads", num_heads)
+    nope_dim = config.read_size("qk_nope_head_dim")
+    rope_dim = config.read("qk_rope_head_dim", int)
+    return MLAConfig(
+        hidden_size=config.read_size("hidden_size"),
+        num_heads=num_heads,
+        kv_rank=config.read_size("kv_lora_rank"),
+        q_rank=config.read_optional("q_lora_rank", int),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        v_dim=config.read_size("v_head_dim"),
+        rotary=rotary,
+        scale=(nope_dim + rope_dim) ** -0.5 * _sharpening(rotary),
+        bias=config.read("attention_bias", bool, False),
+        output_gate="head" if output_gate else "none",
+    )
+
+
+def _sharpening(rotary: RotaryConfig | None) -> float:
+    """What yarn multiplies all scores by, beside what it does to cosine and sine: the square of its factor for all dims."""
+    scaling = None if rotary is None else rotary.scaling
+    if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim:
+        return 1.0
+    return scaling.mscale_of(scaling.mscale_all_dim) ** 2
+
+
+def read_latent_rotary(
+    config: ConfigReader, max_positions: int, *, interleaved: bool = True, default_theta: float | None = None
+) -> RotaryConfig:
+    """The rotation of the rotary part, whose pairs lie together unless told otherwise."""
+    rotary = read_rotary(config, config.read_size("qk_rope_head_dim"), max_positions, default_theta=default_theta)
+    return msgspec.structs.replace(rotary, interleaved=interleaved)
+
+
+def read_sigmoid_moe(
+    config: ConfigReader, *, experts: str = "n_routed_experts", shared: str = "n_shared_experts", limit: float | None = None
+) -> MoeConfig:
+    """Sigmoid scores with a bias for the choice, groups of experts, and shared experts as one wide MLP."""
+    config.expect("hidden_act", "silu")
+    config.expect("scoring_func", "sigmoid")
+    config.expect("topk_method", "noaux_tc")
+    config.expect("moe_layer_freq", 1)
+    width = config.read_size("moe_intermediate_size")
+    return MoeConfig(
+        hidden_size=config.read_size("hidden_size"),
+        num_experts=config.read_size(experts, most=65536),
+        num_chosen=config.read_size("num_experts_per_tok", most=65536),
+        width=width,
+        routing="sigmoid",
+        renormalise=config.read("norm_topk_prob", bool, True),
+        renormalise_eps=1e-20,
+        weight_scale=config.read("routed_scaling_factor", float, 1.0),
+        choice_bias=True,
+        num_groups=config.read_size("n_group", 1, most=65536),
+        num_chosen_groups=config.read_size("topk_group", 1, most=65536),
+        router_fp32=True,
+        limit=limit,
+        shared_width=width * config.read_size(shared, 1, most=65536),
+    )
+
+
+def read_sparse_layers(config: ConfigReader, default_dense: int) -> list[bool]:
+    """Which layers have experts: `mlp_layer_types`, or all but the first `first_k_dense_replace`."""
+    num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
+    dense = config.read("first_k_dense_replace", int, default_dense)
+    types = config.read("mlp_layer_types", list[str], ["dense" if i < dense else "sparse" for i in range(num_layers)])
+    for i, one in enumerate(types):
+        config.check(one in ("dense", "sparse"), f"mlp_layer_types[{i}]", one, "'dense' and 'sparse'")
+    config.check(len(types) == num_layers, "mlp_layer_types", f"of {len(types)} layers", f"a list of {num_layers}")
+    return [one == "sparse" for one in types]
+
+
+def make_mlps(config: ConfigReader, moe: MoeConfig, sparse: Sequence[bool], ops: Ops, dtype: torch.dtype) -> list[nn.Module]:
+    """Experts where `sparse` says so, a dense MLP elsewhere."""
+    hidden, width = config.read_size("hidden_size"), config.read_size("intermediate_size")
+    return [MoE(moe, ops, dtype) if one else SwiGLU(hidden, width, ops, dtype, limit=moe.limit) for one in sparse]
+
+
+def ignored_beyond(num_layers: int) -> tuple[str, ...]:
+    """Tensors that a decoder of `num_layers` leaves alone: draft layers are stored as further layers."""
+    return (rf"(.*\.)?layers\.(?!({'|'.join(str(i) for i in range(num_layers))})\.)\d+\..*", r".*\.rotary_emb\.inv_freq")
+
+
+def build_latent(config: ConfigReader, ops: Ops, dtype: torch.dtype, default_dense: int) -> CausalLM:
+    """Lay out a decoder with latent attention in every layer."""
+    config.ignore(*UNUSED_KEYS)
+    info = read_info(config)
+    eps = config.read("rms_norm_eps", float)
+    interleaved = config.read("rope_interleave", bool, True)
+    attention = read_mla(config, read_latent_rotary(config, info.max_positions, interleaved=interleaved, default_theta=10_000.0))
+    mlps = make_mlps(config, read_sigmoid_moe(config), read_sparse_layers(config, default_dense), ops, dtype)
+
+    def make_norm() -> RMSNorm:
+        return RMSNorm(info.hidden_size, eps, ops, dtype)
+
+    layers = [DecoderLayer([Branch(mixers["mla"](attention, ops, dtype))], make_norm(), mlp, make_norm()) for mlp in mlps]
+    tied = config.read("tie_word_embeddings", bool, False)
+    weight_map = WeightMap(RENAMES, RULES, ignored=ignored_beyond(len(layers)))
+    return CausalLM(info, layers, make_norm(), ops, dtype, tied=tied, weight_map=weight_map)
+
+
+@architectures.register("DeepseekV3ForCausalLM")
+def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
+    """Lay out a DeepSeek-V3."""
+    return build_latent(config, ops, dtype, default_dense=3)
