@@ -36,13 +36,15 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tokenizer: Annotated[str | None, about("folder or repo id of the tokenizer, if not the model's")] = None
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], about("dtype of weights and activations")] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], about("where to run")] = "auto"
-    load_format: Annotated[Literal["safetensors", "dummy"], about("`dummy` fills the real shapes with random weights")] = "safetensors"
+    load_format: Annotated[Literal["safetensors", "dummy"], about("`dummy`: random weights at the real shapes")] = "safetensors"
     max_model_len: Annotated[Positive | None, about("longest prompt plus output, in tokens; default: the model's own")] = None
     max_num_batched_tokens: Annotated[Positive, about("token budget of one step")] = 2048
     max_num_seqs: Annotated[Positive, about("requests that run at once")] = 64
     block_size: Annotated[Positive, about("tokens per block of the paged caches")] = 16
     kv_cache_memory: Annotated[Nbytes | None, about("bytes for caches, such as 4GiB; default: a share of what is free")] = None
-    kv_cache_share: Annotated[Annotated[float, Meta(gt=0, le=1)], about("share of the free memory for caches, if not given in bytes")] = 0.5
+    kv_cache_share: Annotated[
+        Annotated[float, Meta(gt=0, le=1)], about("share of free memory for caches, if not given in bytes")
+    ] = 0.5
     enable_prefix_caching: Annotated[bool, about("reuse what earlier requests computed")] = True
     cache_policy: Annotated[Literal["cost", "lru"], about("what goes first when cache memory runs out")] = "cost"
     max_num_queued_reqs: Annotated[Positive, about("requests that may wait; more are answered 503")] = 1024
@@ -79,6 +81,14 @@ def parse_nbytes(text: str) -> int:
     if match is None or match[2].lower() not in _UNITS:
         raise UsageError(f"{text!r} is not a size; write it like 24GiB, 512MB or a number of bytes")
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_nbytes(count: int) -> str:
+    """A number of bytes for people: `1.50 GiB`."""
+    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
 
 
 def read_environment(known: set[str], environ: Mapping[str, str] = os.environ) -> tuple[dict[str, str], list[str]]:

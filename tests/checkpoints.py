@@ -183,6 +183,42 @@ def _qwen3() -> tf.PreTrainedModel:
     return tf.Qwen3ForCausalLM(config)
 
 
+_LATENT = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "num_hidden_layers": 3,
+}  # fmt: skip
+_SIGMOID = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "intermediate_size": 48, "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+}  # fmt: skip
+
+
+def _deepseek_v3() -> tf.PreTrainedModel:
+    rope = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0,
+        "mscale_all_dim": 0.8, "beta_fast": 32.0, "beta_slow": 1.0,
+    }  # fmt: skip
+    groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+    config = tf.DeepseekV3Config(
+        **_SIZES, **_LATENT, **_SIGMOID, **groups, q_lora_rank=24, attention_bias=True, rope_parameters=rope
+    )
+    return tf.DeepseekV3ForCausalLM(config)
+
+
+def _glm4_moe_lite() -> tf.PreTrainedModel:
+    config = tf.Glm4MoeLiteConfig(
+        **_SIZES,
+        **_LATENT,
+        **_SIGMOID,
+        q_lora_rank=None,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        norm_topk_prob=False,
+        rope_interleave=False,
+        rope_parameters=_ROPE,
+    )
+    return tf.Glm4MoeLiteForCausalLM(config)
+
+
 #: Makers by name; `make` seeds them.
 TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "qwen3_next": _qwen3_next,
@@ -197,6 +233,8 @@ TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "lfm2": _lfm2,
     "llama": _llama,
     "qwen3": _qwen3,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe_lite": _glm4_moe_lite,
 }
 
 
@@ -212,6 +250,9 @@ def make(name: str, seed: int = 0) -> tf.PreTrainedModel:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.normal_(std=0.5 if "conv" in path else 0.08)
+        for path, buffer in model.named_buffers():
+            if path.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
     model.generation_config.eos_token_id = None
     return model
 

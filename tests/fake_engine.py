@@ -11,7 +11,8 @@ from hybridserve.config import ServerSettings
 from hybridserve.engine.messages import EngineInfo, EngineStats, GroupInfo
 from hybridserve.engine.text import Tokenizer
 from hybridserve.errors import OverloadedError
-from hybridserve.request import EngineRequest, FinishReason, RequestOutput, TokenLogprob
+from hybridserve.kv.explanation import unexplored
+from hybridserve.request import CacheHints, EngineRequest, Explanation, FinishReason, RequestOutput, TokenLogprob
 from hybridserve.server.app import create_app
 from hybridserve.server.run import Launch, serve
 
@@ -111,7 +112,7 @@ class FakeEngine:
                 logprobs=self._logprobs(request, step),
                 prompt_logprobs=self._prompt_logprobs(request) if number == 0 else None,
                 num_cached_tokens=script.cached if number == 0 else None,
-                explanation={"hit": script.cached, "reason": "never_seen"} if request.explain and number == 0 else None,
+                explanation=self._explanation(len(request.prompt_token_ids)) if request.explain and number == 0 else None,
             )
         if script.raises is not None:
             raise script.raises
@@ -131,6 +132,13 @@ class FakeEngine:
         others = [(token_id + 1 + number) % self.info.vocab_size for number in range(count)]
         values = [-0.25, float("-inf"), *[-5.0] * count]
         return TokenLogprob(token_id, -1.5, 2, list(zip(others, values, strict=False)))
+
+    @staticmethod
+    def _explanation(num_prompt: int) -> Explanation:
+        return unexplored(num_prompt, "never_seen")
+
+    async def explain(self, prompt_token_ids: list[int], cache: CacheHints) -> Explanation:
+        return self._explanation(len(prompt_token_ids))
 
     async def stats(self) -> EngineStats:
         return EngineStats(num_running=self.num_open, num_prompt_tokens=100, num_cached_tokens=40, slots_used=3, slots_total=9)

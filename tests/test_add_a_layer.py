@@ -39,9 +39,10 @@ def plugin() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for table in (mixers, architectures):
             patch.setattr(table, "_items", dict(table._items))
-        patch.setattr(sys, "modules", dict(sys.modules))
         load_plugin(str(PLUGIN))
         yield
+    for name in [name for name in sys.modules if name.startswith("hybridserve_plugin_rg_lru")]:
+        del sys.modules[name]
 
 
 def blocks(info: str) -> list[str]:

@@ -3,9 +3,8 @@
 Owns their wording. Called by `serve` and `chat`.
 """
 
+from hybridserve.config import format_nbytes as nbytes
 from hybridserve.engine.messages import EngineInfo, GroupInfo
-
-_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def describe(info: EngineInfo) -> list[str]:
@@ -19,14 +18,6 @@ def describe(info: EngineInfo) -> list[str]:
         f"users at once: {_users(info)} (at most {info.max_num_seqs} run, {info.max_num_queued_reqs} wait)",
         *(f"off: {feature}: {reason}" for feature, reason in sorted(info.features_off.items())),
     ]
-
-
-def nbytes(count: int) -> str:
-    """A number of bytes for people."""
-    for size, unit in _UNITS:
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"
 
 
 def _cache_plan(info: EngineInfo) -> list[str]:

@@ -24,9 +24,11 @@ import hybridserve.errors as errors
 from hybridserve.config import EngineSettings
 from hybridserve.engine.messages import (
     Abort,
+    AskExplanation,
     AskStats,
     EngineInfo,
     EngineStats,
+    Explained,
     Fatal,
     Loading,
     Outputs,
@@ -36,7 +38,7 @@ from hybridserve.engine.messages import (
     from_engine,
 )
 from hybridserve.errors import EngineDeadError, HybridServeError, OverloadedError, RequestError
-from hybridserve.request import EngineRequest, RequestOutput
+from hybridserve.request import CacheHints, EngineRequest, Explanation, RequestOutput
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,8 @@ class EngineProcessClient:
         self._info: EngineInfo | None = None
         self._open: dict[str, asyncio.Queue[RequestOutput | HybridServeError]] = {}
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
+        self._explanations: dict[int, asyncio.Future[Explanation]] = {}
+        self._num_asked = 0
         self._fatal: Fatal | None = None
         self._is_alive = False
         self._is_closing = False
@@ -122,6 +126,19 @@ class EngineProcessClient:
         self._stats_waiters.append(waiter)
         await self._send(AskStats())
         return await asyncio.wait_for(waiter, _STATS_TIMEOUT_S)
+
+    async def explain(self, prompt_token_ids: list[int], cache: CacheHints) -> Explanation:
+        if not self._is_alive:
+            raise EngineDeadError("the engine process has stopped; try again later")
+        self._num_asked += 1
+        number = self._num_asked
+        waiter: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
+        self._explanations[number] = waiter
+        try:
+            await self._send(AskExplanation(number=number, prompt_token_ids=prompt_token_ids, cache=cache))
+            return await asyncio.wait_for(waiter, _STATS_TIMEOUT_S)
+        finally:
+            del self._explanations[number]
 
     async def close(self, drain_s: float) -> None:
         self._is_closing = True
@@ -238,9 +255,13 @@ class EngineProcessClient:
         why = f": {self._fatal.error}: {self._fatal.message}" if self._fatal is not None else ""
         for queue in self._open.values():
             queue.put_nowait(EngineDeadError(f"the engine process has stopped{why}; send the request again later"))
+        gone = EngineDeadError("the engine process has stopped; try again later")
         for waiter in self._stats_waiters:
             if not waiter.done():
-                waiter.set_exception(EngineDeadError("the engine process has stopped; try again later"))
+                waiter.set_exception(gone)
+        for asked in self._explanations.values():
+            if not asked.done():
+                asked.set_exception(gone)
         self._stats_waiters.clear()
 
     def _disconnect(self) -> None:
@@ -284,6 +305,10 @@ class EngineProcessClient:
                 for waiter in waiters:
                     if not waiter.done():
                         waiter.set_result(message)
+            elif isinstance(message, Explained):
+                asked = self._explanations.get(message.number)
+                if asked is not None and not asked.done():
+                    asked.set_result(message.explanation)
             elif isinstance(message, Fatal):
                 self._fatal = message
                 return

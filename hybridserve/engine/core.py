@@ -4,7 +4,6 @@ Owns the scheduler, the runner and the sampler, and turns their results into mes
 inside the engine process (`process.py`) and inside `LLM` alike.
 """
 
-import dataclasses
 import hashlib
 import logging
 import time
@@ -27,7 +26,7 @@ from hybridserve.kv.arena import CachePlan
 from hybridserve.kv.coordinator import KVCacheCoordinator
 from hybridserve.models import LoadedModel, format_layer_plan, load, resolve
 from hybridserve.registry import load_plugin
-from hybridserve.request import EngineRequest, RequestOutput, TokenLogprob
+from hybridserve.request import CacheHints, EngineRequest, Explanation, RequestOutput, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +178,10 @@ class EngineCore:
         assert running is not None, f"seat {seat} of a plan is empty"
         return running
 
+    def explain(self, tokens: list[int], hints: CacheHints) -> Explanation:
+        """What a prompt would hit now, and why not more."""
+        return self._scheduler.explain(tokens, hints)
+
     def stats(self) -> EngineStats:
         """Gauges and counters as they are now."""
         counters, usage = self._scheduler.counters, self._coordinator.usage()
@@ -186,7 +189,8 @@ class EngineCore:
             {
                 "num_running": self._scheduler.num_running,
                 "num_waiting": self._scheduler.num_waiting,
-                **dataclasses.asdict(counters),
+                **vars(counters),
+                "num_checkpoints_written": usage.pop("checkpoints_written"),
                 **usage,
             },
             EngineStats,

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from hybridserve.request import EngineRequest, RequestOutput
+from hybridserve.request import CacheHints, EngineRequest, Explanation, RequestOutput
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -19,6 +19,14 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 class AskStats(msgspec.Struct, frozen=True, tag="stats"):
     """Ask for an `EngineStats`; answered at the next step, or at once when idle."""
+
+
+class AskExplanation(msgspec.Struct, frozen=True, kw_only=True, tag="explain"):
+    """Ask what a prompt would hit now, without running it; answered with an `Explained` of the same number."""
+
+    number: int
+    prompt_token_ids: list[int]
+    cache: CacheHints
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -85,13 +93,21 @@ class EngineStats(msgspec.Struct, kw_only=True, tag="engine_stats"):
     slots_total: int = 0
     superpages_free: int = 0
     superpages_total: int = 0
-    tokens_lost: dict[str, int] = {}  # prompt tokens computed again, by reason code
+    num_checkpoints_written: int = 0
+    prompt_tokens_by_reason: dict[str, int] = {}  # what became of each prompt token; adds up to num_prompt_tokens
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     """What one step produced, for all its requests."""
 
     outputs: list[RequestOutput]
+
+
+class Explained(msgspec.Struct, frozen=True, tag="explained"):
+    """Answer to `AskExplanation`."""
+
+    number: int
+    explanation: Explanation
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
@@ -108,8 +124,8 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
     fraction: float
 
 
-ToEngine: TypeAlias = EngineRequest | Abort | AskStats | Shutdown
-FromEngine: TypeAlias = EngineInfo | Outputs | EngineStats | Fatal | Loading
+ToEngine: TypeAlias = EngineRequest | Abort | AskStats | AskExplanation | Shutdown
+FromEngine: TypeAlias = EngineInfo | Outputs | EngineStats | Explained | Fatal | Loading
 
 encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -139,6 +155,10 @@ class EngineClient(Protocol):
         ...
 
     async def stats(self) -> EngineStats: ...
+
+    async def explain(self, prompt_token_ids: list[int], cache: CacheHints) -> Explanation:
+        """What a prompt would hit now, without running it. Raises EngineDeadError."""
+        ...
 
     async def close(self, drain_s: float) -> None:
         """Refuse new requests, let running ones finish for at most `drain_s`, then stop the process."""

@@ -20,7 +20,9 @@ from hybridserve.config import EngineSettings
 from hybridserve.engine.core import EngineCore
 from hybridserve.engine.messages import (
     Abort,
+    AskExplanation,
     AskStats,
+    Explained,
     Fatal,
     FromEngine,
     Loading,
@@ -79,6 +81,9 @@ class EngineLoop:
                 return self._core.abort(message.request_ids)
             case AskStats():
                 self._send(self._core.stats())
+            case AskExplanation():
+                explanation = self._core.explain(message.prompt_token_ids, message.cache)
+                self._send(Explained(message.number, explanation))
             case Shutdown():
                 self._is_draining = True
                 self._is_stopped = not message.drain

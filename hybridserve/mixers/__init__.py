@@ -4,7 +4,7 @@
 do so.
 """
 
-from hybridserve.mixers import attention, gated_delta, mamba2, short_conv
+from hybridserve.mixers import attention, gated_delta, kda, mamba2, mla, short_conv
 from hybridserve.mixers.base import Mixer, MixerConfig, RecurrentMixer, States, mixers
 
 __all__ = [
@@ -14,7 +14,9 @@ __all__ = [
     "States",
     "attention",
     "gated_delta",
+    "kda",
     "mamba2",
     "mixers",
+    "mla",
     "short_conv",
 ]

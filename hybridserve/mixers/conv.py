@@ -1,7 +1,7 @@
 """The causal depthwise convolution that recurrent mixers share: its parameters, its state and one step of it.
 
 Owns `weight [C, W]`, `bias [C]` and the spec of the window of past inputs. Must not know what is convolved. Called by
-`gated_delta.py`, `mamba2.py` and `short_conv.py`.
+`gated_delta.py`, `kda.py`, `mamba2.py` and `short_conv.py`.
 
 Letters: T rows, S sequences, C channels, W width.
 """
@@ -17,19 +17,33 @@ from hybridserve.mixers.base import dtype_name, empty_parameter
 
 
 class DepthwiseConv(nn.Module):
-    """act(conv(x) + bias), each channel by its own W weights; `act` is silu, or nothing."""
+    """act(conv(x) + bias), each channel by its own W weights; `act` is silu, or nothing.
 
-    def __init__(self, channels: int, width: int, ops: Ops, dtype: torch.dtype, *, bias: bool, silu: bool) -> None:
+    `weight_dtype` is of the weights where they are not in the dtype of the inputs (Ling and GLM keep them in fp32).
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        width: int,
+        ops: Ops,
+        dtype: torch.dtype,
+        *,
+        bias: bool,
+        silu: bool,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self._short_conv = ops.short_conv
+        self._dtype = dtype
         self.silu = silu
-        self.weight = empty_parameter(channels, width, dtype=dtype)
-        self.bias = empty_parameter(channels, dtype=dtype) if bias else None
+        self.weight = empty_parameter(channels, width, dtype=weight_dtype or dtype)
+        self.bias = empty_parameter(channels, dtype=weight_dtype or dtype) if bias else None
 
     def spec(self, name: str) -> TensorSpec:
         """The last W - 1 inputs, oldest first."""
         channels, width = self.weight.shape
-        return TensorSpec(name, (width - 1, channels), dtype_name(self.weight.dtype))
+        return TensorSpec(name, (width - 1, channels), dtype_name(self._dtype))
 
     def forward(self, x: Tensor, window: Tensor, batch: Batch, table: StateTable) -> Tensor:
         """Convolve rows. x: [T, C]; window: [L, W - 1, C], in place where `table` says. Returns [T, C] in x's dtype."""

@@ -85,11 +85,7 @@ class GatedDelta(RecurrentMixer):
         log_decay, beta = self._gates(x)
         group = self.config.num_v_heads // self.config.num_k_heads
         q, k = (h.repeat_interleave(group, dim=1) for h in (q, k))
-        q, k = (h * (h.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for h in (q, k))
-        memory = states["state"]["recurrent"].float() * log_decay.exp()[..., None, None]
-        error = v - torch.einsum("shvk,shk->shv", memory, k)
-        memory = memory + torch.einsum("shv,shk->shvk", beta.float()[..., None] * error, k)
-        y = torch.einsum("shvk,shk->shv", memory, q) * self.config.k_dim**-0.5
+        y, memory = delta_step(q, k, v, log_decay[..., None], beta, states["state"]["recurrent"].float())
         return self._output(y.to(x.dtype), x), {"state": {"conv": window, "recurrent": memory}}
 
     def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
@@ -124,3 +120,16 @@ class GatedDelta(RecurrentMixer):
         """Norm and gate each head, project. y: [T, Hv, V]; x: [T, D]. Returns [T, D]."""
         z = torch.unflatten(self.in_proj_z(x), -1, (-1, self.config.v_dim))
         return self.out_proj(self.norm(y, z).flatten(-2))
+
+
+def delta_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each sequence, fp32, as `ops.DeltaRule` with unit queries and keys and the scale K ** -0.5.
+
+    q, k: [S, Hv, K]; v: [S, Hv, V]; log_decay: [S, Hv, 1 or K]; beta: [S, Hv]; memory: [S, Hv, V, K]. Returns y: [S, Hv, V] and
+    the memory afterwards.
+    """
+    q, k = (h * (h.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for h in (q, k))
+    memory = memory * log_decay.exp()[..., None, :]
+    error = v - torch.einsum("shvk,shk->shv", memory, k)
+    memory = memory + torch.einsum("shv,shk->shvk", beta.float()[..., None] * error, k)
+    return torch.einsum("shvk,shk->shv", memory, q) * q.shape[-1] ** -0.5, memory

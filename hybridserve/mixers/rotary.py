@@ -90,10 +90,11 @@ class YarnScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
-        return self._mscale(1.0)
+            return self.mscale_of(self.mscale) / self.mscale_of(self.mscale_all_dim)
+        return self.mscale_of(1.0)
 
-    def _mscale(self, weight: float) -> float:
+    def mscale_of(self, weight: float) -> float:
+        """What a weight of the config (`mscale`, `mscale_all_dim`) comes to at this factor."""
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
 
@@ -131,9 +132,27 @@ class LongRopeScaling(
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
 
 
-RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+class ProportionalScaling(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="proportional", tag_field="rope_type"
+):
+    """Angles of the whole head's pairs, of which only the first `partial_rotary_factor` turn. Source: Gemma 4, LFM3."""
 
-_SCALINGS = ("linear", "llama3", "yarn", "longrope")
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+
+    def inv_freq(self, dim: int, theta: float) -> Tensor:
+        """Angle per position of each rotated pair: [dim // 2] fp32."""
+        turned = torch.arange(dim // 2, device="cpu") < int(self.partial_rotary_factor * dim // 2)
+        return torch.where(turned, _plain_inv_freq(dim, theta) / self.factor, 0.0)
+
+    def amplitude(self) -> float:
+        """What cosine and sine are multiplied by."""
+        return 1.0
+
+
+RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling
+
+_SCALINGS = ("linear", "llama3", "yarn", "longrope", "proportional")
 #: Keys of `rope_parameters` that are not about scaling.
 _OTHER_KEYS = ("rope_theta", "partial_rotary_factor", "type", "rope_type", "mrope_section", "mrope_interleaved")
 
@@ -150,6 +169,8 @@ def rope_scaling(parameters: Mapping[str, object], max_positions: int) -> RopeSc
     if kind not in _SCALINGS:
         raise UnsupportedModelError(f"rope_type {kind!r} is not implemented; known: default, {', '.join(_SCALINGS)}")
     fields = {key: value for key, value in parameters.items() if key not in _OTHER_KEYS}
+    if kind == "proportional" and "partial_rotary_factor" in parameters:
+        fields["partial_rotary_factor"] = parameters["partial_rotary_factor"]
     original = fields.get("original_max_position_embeddings")
     if kind in ("yarn", "longrope") and isinstance(original, int) and original > 0:
         if fields.get("factor") is None:

@@ -22,7 +22,7 @@ from hybridserve.models.llama import read_info
 from hybridserve.models.mlp import SwiGLU
 from hybridserve.models.moe import MoE, MoeConfig
 from hybridserve.models.qwen3_next import RULES
-from hybridserve.models.reader import MAX_LAYERS, ConfigReader
+from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
 from hybridserve.models.rope import read_rotary
 from hybridserve.models.weights import WeightMap
 
@@ -37,8 +37,7 @@ RENAMES = (
 )
 #: Training, tensor-parallel layout, and sizes that the other keys already give.
 UNUSED_KEYS = (
-    "pretraining_tp", "ep_size", "seq_aux", "aux_loss_alpha", "num_nextn_predict_layers", "qk_head_dim", "head_dim",
-    "initializer_range",
+    "pretraining_tp", "ep_size", "seq_aux", "aux_loss_alpha", "qk_head_dim", "head_dim",
 )  # fmt: skip
 
 
@@ -110,11 +109,8 @@ def read_sparse_layers(config: ConfigReader, default_dense: int) -> list[bool]:
     """Which layers have experts: `mlp_layer_types`, or all but the first `first_k_dense_replace`."""
     num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
     dense = config.read("first_k_dense_replace", int, default_dense)
-    types = config.read("mlp_layer_types", list[str], ["dense" if i < dense else "sparse" for i in range(num_layers)])
-    for i, one in enumerate(types):
-        config.check(one in ("dense", "sparse"), f"mlp_layer_types[{i}]", one, "'dense' and 'sparse'")
-    config.check(len(types) == num_layers, "mlp_layer_types", f"of {len(types)} layers", f"a list of {num_layers}")
-    return [one == "sparse" for one in types]
+    default = ["dense" if i < dense else "sparse" for i in range(num_layers)]
+    return [one == "sparse" for one in read_layer_types(config, num_layers, ("dense", "sparse"), default, "mlp_layer_types")]
 
 
 def make_mlps(config: ConfigReader, moe: MoeConfig, sparse: Sequence[bool], ops: Ops, dtype: torch.dtype) -> list[nn.Module]:
@@ -123,9 +119,11 @@ def make_mlps(config: ConfigReader, moe: MoeConfig, sparse: Sequence[bool], ops:
     return [MoE(moe, ops, dtype) if one else SwiGLU(hidden, width, ops, dtype, limit=moe.limit) for one in sparse]
 
 
-def ignored_beyond(num_layers: int) -> tuple[str, ...]:
-    """Tensors that a decoder of `num_layers` leaves alone: draft layers are stored as further layers."""
-    return (rf"(.*\.)?layers\.(?!({'|'.join(str(i) for i in range(num_layers))})\.)\d+\..*", r".*\.rotary_emb\.inv_freq")
+def ignored_drafts(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
+    """Tensors that plain decoding leaves alone: draft layers are stored after the last layer."""
+    num_drafts = config.read("num_nextn_predict_layers", int, 1)
+    drafts = "|".join(str(num_layers + i) for i in range(max(0, min(num_drafts, MAX_LAYERS))))
+    return (r".*\.rotary_emb\.inv_freq", *([rf"(.*\.)?layers\.({drafts})\..*"] if drafts else []))
 
 
 def build_latent(config: ConfigReader, ops: Ops, dtype: torch.dtype, default_dense: int) -> CausalLM:
@@ -142,7 +140,7 @@ def build_latent(config: ConfigReader, ops: Ops, dtype: torch.dtype, default_den
 
     layers = [DecoderLayer([Branch(mixers["mla"](attention, ops, dtype))], make_norm(), mlp, make_norm()) for mlp in mlps]
     tied = config.read("tie_word_embeddings", bool, False)
-    weight_map = WeightMap(RENAMES, RULES, ignored=ignored_beyond(len(layers)))
+    weight_map = WeightMap(RENAMES, RULES, ignored=ignored_drafts(config, len(layers)))
     return CausalLM(info, layers, make_norm(), ops, dtype, tied=tied, weight_map=weight_map)
 
 

@@ -1,6 +1,6 @@
 """Qwen3 (dense): Llama with normed queries and keys. Source: published `Qwen3ForCausalLM`.
 
-Owns how its config is read. Called through the table of architectures.
+Owns how its config is read. Called through the table of architectures; `qwen3_moe.py` has the same attention.
 """
 
 import torch
@@ -14,18 +14,16 @@ from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
 from hybridserve.models.rope import read_rotary
 
 
-@architectures.register("Qwen3ForCausalLM")
-def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
-    """Lay out a Qwen3."""
+def read_attention(config: ConfigReader, max_positions: int) -> AttentionConfig:
+    """The attention that all of Qwen3 share."""
     config.expect("use_sliding_window", False)
     config.ignore("sliding_window", "max_window_layers")  # they count only with use_sliding_window
     num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
     read_layer_types(config, num_layers, ("full_attention",), ["full_attention"] * num_layers)
-    info = read_info(config)
     head_dim = config.read_size("head_dim", 128)
     bias = config.read("attention_bias", bool, False)
-    attention = AttentionConfig(
-        hidden_size=info.hidden_size,
+    return AttentionConfig(
+        hidden_size=config.read_size("hidden_size"),
         num_heads=config.read_size("num_attention_heads"),
         num_kv_heads=config.read_size("num_key_value_heads"),
         head_dim=head_dim,
@@ -33,6 +31,12 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
         out_bias=bias,
         qk_norm="head",
         qk_norm_eps=config.read("rms_norm_eps", float),
-        rotary=read_rotary(config, head_dim, info.max_positions, default_theta=10_000.0),
+        rotary=read_rotary(config, head_dim, max_positions, default_theta=10_000.0),
     )
-    return build_decoder(config, attention, info, ops, dtype)
+
+
+@architectures.register("Qwen3ForCausalLM")
+def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
+    """Lay out a Qwen3."""
+    info = read_info(config)
+    return build_decoder(config, read_attention(config, info.max_positions), info, ops, dtype)

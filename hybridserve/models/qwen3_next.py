@@ -146,7 +146,7 @@ def final_norm(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> RMSNorm:
     return RMSNorm(config.read_size("hidden_size"), config.read("rms_norm_eps", float), ops, dtype, zero_centred=True)
 
 
-def _is_moe(config: ConfigReader, num_layers: int) -> list[bool]:
+def is_moe(config: ConfigReader, num_layers: int) -> list[bool]:
     """Which layers have experts."""
     dense = set(config.read("mlp_only_layers", list[int], []))
     every = config.read_size("decoder_sparse_step", 1)
@@ -176,7 +176,7 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
     moe, width = read_moe(config), config.read_size("intermediate_size")
     mlps = [
-        MoE(moe, ops, dtype) if sparse else SwiGLU(info.hidden_size, width, ops, dtype) for sparse in _is_moe(config, num_layers)
+        MoE(moe, ops, dtype) if sparse else SwiGLU(info.hidden_size, width, ops, dtype) for sparse in is_moe(config, num_layers)
     ]
     return CausalLM(
         info,

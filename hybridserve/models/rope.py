@@ -4,6 +4,8 @@ Owns which keys mean what: `rope_parameters` (transformers 5), or `rope_theta`, 
 each other (before). Must not know frequencies (`mixers/rotary.py`). Called by the files of the architectures.
 """
 
+from collections.abc import Mapping
+
 from hybridserve.errors import UnsupportedModelError
 from hybridserve.mixers.rotary import RotaryConfig, rope_scaling
 from hybridserve.models.reader import ConfigReader
@@ -26,6 +28,52 @@ def read_rotary(
     for key, value in beside.items():
         if value is not None:
             parameters.setdefault(key, value)
+    return _rotary(config, parameters, head_dim, max_positions, default_theta, default_partial)
+
+
+def read_rotary_by_kind(
+    config: ConfigReader,
+    head_dim: int,
+    max_positions: int,
+    default_thetas: Mapping[str, float],
+    *,
+    sliding_theta_key: str | None = None,
+) -> dict[str, RotaryConfig]:
+    """The rotary embedding of each kind of attention layer: `rope_parameters` by kind, or the older keys beside each other.
+
+    Of those, `rope_scaling` and `rope_theta` are for full attention, `sliding_theta_key` for a window. An unscaled kind turns
+    the whole head whatever its partial factor says, as published transformers does for these families.
+    """
+    by_kind = config.read("rope_parameters", dict[str, dict[str, object] | None], {})
+    unknown = sorted(set(by_kind) - set(default_thetas))
+    if unknown:
+        raise UnsupportedModelError(
+            f"config.json: {config.name('rope_parameters')} has {unknown[0]!r}; for {config.architecture} hybridserve implements "
+            f"{', '.join(default_thetas)}"
+        )
+    scaling = config.read("rope_scaling", dict[str, object], {})
+    thetas = {"full_attention": config.read_optional("rope_theta", float)}
+    if sliding_theta_key is not None:
+        thetas["sliding_attention"] = config.read_optional(sliding_theta_key, float)
+    found = {}
+    for kind, default in default_thetas.items():
+        merged = {**(by_kind.get(kind) or {}), **(scaling if kind == "full_attention" else {})}
+        parameters = {key: value for key, value in merged.items() if value is not None}
+        if parameters.get("rope_type", parameters.get("type", "default")) == "default":
+            parameters.pop("partial_rotary_factor", None)
+        theta = thetas.get(kind)
+        found[kind] = _rotary(config, parameters, head_dim, max_positions, default if theta is None else theta, 1.0)
+    return found
+
+
+def _rotary(
+    config: ConfigReader,
+    parameters: dict[str, object],
+    head_dim: int,
+    max_positions: int,
+    default_theta: float | None,
+    default_partial: float,
+) -> RotaryConfig:
     theta = _number(config, parameters, "rope_theta", default_theta)
     partial = _number(config, parameters, "partial_rotary_factor", default_partial)
     if not 0 < partial <= 1 or theta <= 1:
@@ -33,7 +81,9 @@ def read_rotary(
             f"config.json: rope_theta is {theta:g} and partial_rotary_factor {partial:g}; they must be over 1, and in (0, 1]"
         )
     _settle_original_length(config, parameters, max_positions)
-    return RotaryConfig(rotary_dim=int(head_dim * partial), theta=theta, scaling=rope_scaling(parameters, max_positions))
+    # A proportional embedding turns pairs of the whole head, those beyond the factor by nothing.
+    turned = head_dim if parameters.get("rope_type") == "proportional" else int(head_dim * partial)
+    return RotaryConfig(rotary_dim=turned, theta=theta, scaling=rope_scaling(parameters, max_positions))
 
 
 def _settle_original_length(config: ConfigReader, parameters: dict[str, object], max_positions: int) -> None:

@@ -98,11 +98,13 @@ def _routes(service: Service) -> list[Route]:
         "/v1/chat/completions": routes.chat_completions,
         "/tokenize": routes.tokenize,
         "/detokenize": routes.detokenize,
+        "/v1/cache/explain": routes.explain,
     }
     gets: dict[str, Endpoint] = {
         "/v1/models": status.models,
         "/v1/models/{model_id:path}": status.model,
         "/v1/limits": status.limits,
+        "/v1/cache/explain": routes.explain,
         "/health": status.health,
         "/ready": status.ready,
         "/version": status.version,

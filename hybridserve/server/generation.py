@@ -14,7 +14,7 @@ import msgspec
 from hybridserve.engine.messages import EngineClient
 from hybridserve.engine.text import Detokenizer, Tokenizer
 from hybridserve.errors import DeadlineError, EngineError, HybridServeError, OverloadedError
-from hybridserve.request import EngineRequest, RequestOutput, TokenLogprob
+from hybridserve.request import EngineRequest, Explanation, RequestOutput, TokenLogprob
 from hybridserve.server.metrics import Metrics
 from hybridserve.server.prompts import Prompt
 
@@ -50,7 +50,7 @@ class Choice:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self.explanation: dict[str, int | str] | None = None
+        self.explanation: Explanation | None = None
         self._metrics = metrics
         self._arrival = arrival  # on the clock of time.monotonic
         self._last: float | None = None  # when the last token came

@@ -43,6 +43,7 @@ _COUNTERS: _Sources = {
     "prompt_tokens": ("Prompt tokens of admitted requests.", lambda stats: stats.num_prompt_tokens),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix index.", lambda stats: stats.num_prompt_tokens),
     "prefix_cache_hits": ("Prompt tokens that a prefix hit saved.", lambda stats: stats.num_cached_tokens),
+    "checkpoints_written": ("States kept for later hits.", lambda stats: stats.num_checkpoints_written),
     "generation_tokens": ("Tokens generated.", lambda stats: stats.num_generated_tokens),
 }
 
@@ -97,7 +98,8 @@ class Metrics(Collector):
         yield self._counter("request_success", "Finished requests.", "finished_reason", self.finished)
         yield self._counter("admission_rejections", "Requests refused with 503.", "reason", self.rejected)
         yield self._counter("http_responses", "HTTP responses.", "status", self.responses)
-        yield self._counter("tokens_lost", "Prompt tokens computed again.", "reason", self._stats.tokens_lost)
+        by_reason = self._stats.prompt_tokens_by_reason
+        yield self._counter("prompt_tokens_by_reason", "What became of each prompt token.", "reason", by_reason)
         yield self._cache_config()
 
     def _engine_families(self) -> Iterator[Metric]:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from hybridserve.request import Explanation
 from hybridserve.server.replies import ChatCompletion, Completion, DetokenizeReply, TokenizeReply
-from hybridserve.server.wire import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from hybridserve.server.wire import ChatRequest, CompletionRequest, DetokenizeRequest, ExplainRequest, TokenizeRequest
 
 
 class Fault(msgspec.Struct):
@@ -40,6 +41,7 @@ _OPERATIONS = (
     _Operation("/v1/chat/completions", "Answer a list of messages", ChatRequest, ChatCompletion, True),
     _Operation("/tokenize", "Token ids of a prompt or a chat", TokenizeRequest, TokenizeReply),
     _Operation("/detokenize", "Text of token ids", DetokenizeRequest, DetokenizeReply),
+    _Operation("/v1/cache/explain", "What a prompt would hit, and why not more", ExplainRequest, Explanation),
     _Operation("/v1/models", "The served model"),
     _Operation("/v1/limits", "Bounds of every field, and features that are off"),
     _Operation("/health", "Whether the process lives"),

@@ -9,10 +9,9 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from hybridserve.request import Explanation
 from hybridserve.server.generation import Choice
 from hybridserve.server.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprob
-
-Explanation = dict[str, int | str]
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -18,11 +19,11 @@ from hybridserve.server.completions import CompletionEvents, completion_call, co
 from hybridserve.server.fault import send_json
 from hybridserve.server.gate import read_body
 from hybridserve.server.generation import collect_all
-from hybridserve.server.prompts import chat_prompt, checked_ids
+from hybridserve.server.prompts import cache_hints, chat_prompt, checked_ids, completion_prompts
 from hybridserve.server.replies import DetokenizeReply, TokenizeReply
 from hybridserve.server.service import Service
 from hybridserve.server.stream import send_stream, until_disconnect
-from hybridserve.server.wire import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read
+from hybridserve.server.wire import ChatRequest, CompletionRequest, DetokenizeRequest, ExplainRequest, TokenizeRequest, read
 
 Endpoint: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -118,5 +119,37 @@ class Routes:
         text = await service.workers.run(lambda: service.tokenizer.decode(ids, skip_special_tokens=False))
         await send_json(msgspec.json.encode(DetokenizeReply(text)), send, headers=self._ignored.headers(unknown))
 
+    async def explain(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`GET` or `POST /v1/cache/explain`: what a prompt would hit now and why not more, without running it."""
+        service = self._service
+        data = await self._body(receive) if scope["method"] == "POST" else _query_as_json(scope)
+        request, unknown = read(ExplainRequest, data)
+        service.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+        if request.messages is not None:
+            chat = ChatRequest(messages=request.messages, chat_template_kwargs=request.chat_template_kwargs)
+            prompt = await chat_prompt(service, chat, request.messages)
+        else:
+            given: str | list[str | int | list[int]] = (
+                list(request.prompt) if isinstance(request.prompt, list) else request.prompt or ""
+            )
+            (prompt,) = await completion_prompts(service, CompletionRequest(prompt=given))
+        hints = cache_hints(CompletionRequest(prompt="", cache_salt=request.cache_salt), prompt)
+        explanation = await service.client.explain(prompt.token_ids, hints)
+        await send_json(msgspec.json.encode(explanation), send, headers=self._ignored.headers(unknown))
+
     async def _body(self, receive: Receive) -> bytes:
         return await read_body(receive, self._service.settings.max_body_nbytes)
+
+
+def _query_as_json(scope: Scope) -> bytes:
+    """The query of a GET as the body of a POST: `messages`, and a `prompt` of token ids, are JSON in it."""
+    found = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+    parts = [msgspec.json.encode(name) + b":" + _query_value(name, value) for name, value in found.items()]
+    return b"{" + b",".join(parts) + b"}"
+
+
+def _query_value(name: str, value: str) -> bytes:
+    is_json = name in ("messages", "chat_template_kwargs") or (name == "prompt" and value.startswith("["))
+    return value.encode() if is_json else msgspec.json.encode(value)

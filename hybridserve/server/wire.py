@@ -143,6 +143,16 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     return_token_strs: bool | None = None
 
 
+class ExplainRequest(msgspec.Struct, kw_only=True):
+    """Body (or query) of `/v1/cache/explain`: a prompt, token ids, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | list[int] | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+
+
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """Body of `/detokenize`."""
 
@@ -150,7 +160,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-R = TypeVar("R", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+R = TypeVar("R", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, ExplainRequest)
 
 
 def read(kind: type[R], body: bytes) -> tuple[R, list[str]]:

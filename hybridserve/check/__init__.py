@@ -1,0 +1,1 @@
+"""Telling, before a model is loaded, whether it will run: what `hybridserve check-model` does, without its printing."""
