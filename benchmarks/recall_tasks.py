@@ -87,12 +87,13 @@ COPY_TEMPLATES = ("Repeat: {}", 'Repeat "{}".', 'Say "{}".', 'Copy "{}".', 'Repe
 
 SUM_TEMPLATES = ("What is {} plus {}?", "{} plus {}?", "Add {} and {}.", "What is {} + {}?", "{} + {} =")
 
-# In quotes a value is the same token as in an answer, where no space comes before it either.
+# In quotes a value is the same token as in an answer, where no space comes before it either. Name and value are
+# at most three tokens apart, which the convolution of a gated delta layer spans.
 FACT_TEMPLATES = (
     '{name}: "{value}".',
-    '{name} has {noun} "{value}".',
+    '{name} has "{value}".',
     'The {noun} of {name} is "{value}".',
-    '{name}\'s {noun} is "{value}".',
+    'The {noun} of {name}: "{value}".',
 )
 
 QUESTION_TEMPLATES = (

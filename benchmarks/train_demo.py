@@ -81,7 +81,7 @@ class Settings:
     learning_rate: float = 2e-3
     tokens_per_batch: int = 2000
     warmup_steps: int = 50
-    decay_fraction: float = 0.3
+    decay_fraction: float = 0.5
     report_every: int = 25
     evaluate_every: int = 250
     vocab_size: int = 1024
@@ -151,13 +151,17 @@ def build_model(layers: str, vocab_size: int, eos_id: int, pad_id: int) -> Qwen3
         architectures=["Qwen3_5ForCausalLM"],
     )
     model = Qwen3_5ForCausalLM(config)
-    initialise_decay(model)
+    initialise(model)
     return model
 
 
 @torch.no_grad()
-def initialise_decay(model: Qwen3_5ForCausalLM) -> None:
-    """Memories of one to a thousand tokens, as in Mamba; by default a head forgets within one or two."""
+def initialise(model: Qwen3_5ForCausalLM) -> None:
+    """Start from memories of one to a thousand tokens, as in Mamba, and from attention that can be sharp.
+
+    By default a gated delta head forgets within one or two tokens, and normalized queries and keys of 32 dimensions
+    leave attention too flat to pick one fact of 27.
+    """
     for layer, kind in zip(model.model.layers, model.config.layer_types, strict=True):
         if kind == "linear_attention":
             mixer = layer.linear_attn
@@ -165,6 +169,10 @@ def initialise_decay(model: Qwen3_5ForCausalLM) -> None:
             # The inverse of the softplus that is applied to it.
             mixer.dt_bias.copy_(step_size + torch.log(-torch.expm1(-step_size)))
             mixer.A_log.copy_(torch.linspace(1, 8, len(mixer.A_log)).log())
+        else:
+            # One is added to these weights, so logits reach about twice the default.
+            layer.self_attn.q_norm.weight.fill_(0.4)
+            layer.self_attn.k_norm.weight.fill_(0.4)
 
 
 def chunked_gated_delta(
@@ -349,6 +357,14 @@ class Curriculum:
             self.index, self.accuracy = self.index + 1, 0.5
 
 
+def build_optimizer(model: Qwen3_5ForCausalLM, settings: Settings) -> torch.optim.AdamW:
+    """AdamW that decays matrices, but not the norms, decay rates and biases."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.98))
+
+
 def optimize(model: Qwen3_5ForCausalLM, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor) -> tuple[float, float]:
     """One update from ids and labels [B, T]; returns loss and accuracy, the latter without `IM_END`."""
     logits, targets = target_logits(model, ids, labels)
@@ -368,11 +384,12 @@ def train(settings: Settings) -> None:
     encoder = DialogueEncoder(tokenizer)
     model = build_model(settings.layers, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.1)
+    optimizer = build_optimizer(model, settings)
     validation = held_out_prompts(60, VALIDATION_SEED)
     curriculum, best, start = Curriculum(), -1.0, time.monotonic()
     for step in range(settings.steps):
-        optimizer.param_groups[0]["lr"] = learning_rate(step, settings)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, settings)
         task, ids, labels = training_batch(encoder, step, curriculum.stage, settings)
         loss, accuracy = optimize(model, optimizer, ids, labels)
         if task in {"drill", "recall"}:
@@ -414,7 +431,7 @@ def evaluate_export(folder: Path, num_prompts: int = 200) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo weights and evaluate them.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "hybridserve" / "demo")
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--layers", default="LF", help="a letter each: L gated delta, F full attention")
     parser.add_argument("--evaluate-only", action="store_true", help="evaluate what --out holds")
     arguments = parser.parse_args()

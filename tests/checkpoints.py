@@ -15,11 +15,16 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-VOCAB_SIZE = 96
-#: No token id of a tiny vocabulary may end a generation early.
-_NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "max_position_embeddings": 512, **_NO_SPECIAL}
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+from tests import tiny_models
+from tests.tiny_models import HEADS as _HEADS
+from tests.tiny_models import ROPE as _ROPE
+from tests.tiny_models import SIZES as _SIZES
+from tests.tiny_models import VOCAB_SIZE
+
+__all__ = [
+    "TINY", "VOCAB_SIZE", "load_file", "make", "read_config", "released_config", "rewrite_config", "rewrite_tensors", "save",
+    "save_released",
+]  # fmt: skip
 _GATED_DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -33,7 +38,6 @@ _GATED_DELTA = {
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
 _PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 _MROPE = {**_PARTIAL, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
 def _qwen3_next() -> tf.PreTrainedModel:
@@ -219,6 +223,34 @@ def _glm4_moe_lite() -> tf.PreTrainedModel:
     return tf.Glm4MoeLiteForCausalLM(config)
 
 
+_KDA = {
+    "num_hidden_layers": 4, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+_KIMI_EXPERTS = {
+    "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "intermediate_size": 48, "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+}  # fmt: skip
+
+
+def _kimi_linear() -> tf.PreTrainedModel:
+    linear = {"linear_head_dim": 12, "linear_num_heads": 6, "linear_conv_kernel_dim": 3}
+    config = tf.KimiLinearConfig(**_SIZES, **{**_LATENT, **_KDA}, **_KIMI_EXPERTS, **linear, q_lora_rank=None)
+    return tf.KimiLinearForCausalLM(config)
+
+
+def _bailing_moe_v3() -> tf.PreTrainedModel:
+    groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "layer_group_size": 3, "head_dim": 12}
+    config = tf.BailingHybridConfig(
+        **_SIZES, **{**_LATENT, **_KDA}, **_KIMI_EXPERTS, **groups, q_lora_rank=24, kda_lower_bound=-3.0, rope_theta=1e4
+    )
+    return tf.BailingHybridForCausalLM(config)
+
+
+def _bailing_plain_gate() -> tf.PreTrainedModel:
+    sizes = {**_SIZES, **_LATENT, **_KDA, **_KIMI_EXPERTS, "head_dim": 16, "n_group": 1, "topk_group": 1}
+    return tf.BailingHybridForCausalLM(tf.BailingHybridConfig(**sizes, q_lora_rank=None, kda_safe_gate=False))
+
+
 #: Makers by name; `make` seeds them.
 TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "qwen3_next": _qwen3_next,
@@ -235,6 +267,10 @@ TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "qwen3": _qwen3,
     "deepseek_v3": _deepseek_v3,
     "glm4_moe_lite": _glm4_moe_lite,
+    "kimi_linear": _kimi_linear,
+    "bailing_moe_v3": _bailing_moe_v3,
+    "bailing_plain_gate": _bailing_plain_gate,
+    **tiny_models.TINY,
 }
 
 
@@ -280,6 +316,11 @@ def _renamed(name: str, config: Mapping[str, object]) -> str:
         name = name.replace("moe.input_linear.weight", "moe.experts.gate_up_proj")
         name = name.replace("moe.output_linear.weight", "moe.experts.down_proj")
         return name.replace("router.layer.", "router.")
+    if config["model_type"] == "gemma3":
+        return re.sub(r"^model\.language_model\.", "language_model.model.", re.sub(r"^model\.(vision|multi)", r"\1", name))
+    if config["model_type"] == "kimi_linear":
+        # The dense layers' name is not changed in the release.
+        return re.sub(r"block_sparse_moe\.((gate|up|down)_proj)", r"mlp.\1", name)
     return name
 
 
@@ -289,9 +330,17 @@ def released_config(config: dict[str, object]) -> dict[str, object]:
     for key, value in config.items():
         if key == "text_config":
             assert isinstance(value, dict)
+            if config["model_type"] == "gemma3":
+                old[key] = released_config(value)
+                continue
             old[key] = {**value, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "attn_output_gate": True}
         elif key == "rope_parameters":
             assert isinstance(value, dict)
+            if "sliding_attention" in value:
+                old["rope_local_base_freq"] = value["sliding_attention"]["rope_theta"]
+                value = value["full_attention"]
+            if config["model_type"] == "olmo3":
+                old.pop("rope_local_base_freq")  # it has one base
             scaling = {k: v for k, v in value.items() if k not in ("rope_theta", "partial_rotary_factor")}
             old["rope_scaling"] = scaling if scaling != {"rope_type": "default"} else None
             old |= {k: value[k] for k in ("rope_theta", "partial_rotary_factor") if k in value}

@@ -18,6 +18,7 @@ FLOORS = [
     {"mixers"},
     {"models"},
     {"engine"},
+    {"check"},
     {"server"},
     {"llm"},
     {"cli"},

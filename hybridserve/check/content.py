@@ -83,7 +83,9 @@ def render(source: Source, special_tokens: Mapping[str, str]) -> Rendering:
     try:
         rendering = msgspec.json.decode(done.stdout, type=Rendering)
     except msgspec.DecodeError as error:
-        raise _misbehaves(f"its process ended with status {done.returncode}: more than {LIMIT_S:g} seconds or too much memory") from error
+        raise _misbehaves(
+            f"its process ended with status {done.returncode}: more than {LIMIT_S:g} seconds or too much memory"
+        ) from error
     if rendering.syntax_error is not None:
         raise WeightsError(f"{rendering.syntax_error}; fetch the file again, or repair it")
     unsafe = next((case for case in rendering.cases if case.outcome == "unsafe"), None)

@@ -52,7 +52,6 @@ class LayerRun(msgspec.Struct, frozen=True, kw_only=True):
     layers: str  # "0-2,4-6"
     num_layers: int
     kind: str
-    mixers: dict[str, dict[str, object]]  # mixer -> its configuration
     caches: list[CacheTensor]
 
 

@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("serve a model over HTTP, as OpenAI's API", "hybridserve.cli.serve"),
     "generate": ("complete prompts in this process", "hybridserve.cli.generate"),
     "chat": ("talk to a model in the terminal", "hybridserve.cli.chat"),
+    "check-model": ("tell whether a model will run, for how many users, and why not", "hybridserve.cli.check_model"),
     "bench": ("measure throughput, latency or a running server", "hybridserve.cli.bench"),
 }
 _INTERRUPTED = 130

@@ -5,6 +5,7 @@ Owns the translation only; names, types, help and the order of sources are `hybr
 
 import argparse
 import sys
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,13 +19,23 @@ S = TypeVar("S", bound=msgspec.Struct)
 _ALL_SETTINGS: tuple[type[msgspec.Struct], ...] = (EngineSettings, ServerSettings)
 
 
-def add_settings(parser: argparse.ArgumentParser, kind: type[msgspec.Struct], *, positional: str | None = None) -> None:
-    """Add a flag for every field of `kind`; the one named `positional` is an argument, if it is not said elsewhere."""
+def add_settings(
+    parser: argparse.ArgumentParser,
+    kind: type[msgspec.Struct],
+    *,
+    positional: str | None = None,
+    without: Collection[str] = (),
+) -> None:
+    """Add a flag for every field of `kind` but those in `without`; the one named `positional` is an argument, if it is not
+    said elsewhere.
+    """
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType), "settings are structs"
     group = parser.add_argument_group(_title(kind))
     for field in info.fields:
         text, inner = _help_and_type(field.type)
+        if field.name in without:
+            continue
         if field.name == positional:
             parser.add_argument(field.name, nargs="?", metavar=field.name.upper(), help=text)
         else:

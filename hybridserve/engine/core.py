@@ -15,12 +15,13 @@ import torch
 
 from hybridserve.backends.select import select
 from hybridserve.config import EngineSettings
+from hybridserve.engine.features import features_off
 from hybridserve.engine.messages import EngineInfo, EngineStats
 from hybridserve.engine.runner import PassResult, Runner
 from hybridserve.engine.sampler import Sampled, Sampler
 from hybridserve.engine.scheduler import Ended, Limits, Plan, Scheduler
 from hybridserve.engine.seats import Running
-from hybridserve.engine.sizing import Sizing, capacities, choose_device, describe_groups, features_off, free_nbytes, size_cache
+from hybridserve.engine.sizing import Sizing, capacities, choose_device, describe_groups, free_nbytes, size_cache
 from hybridserve.errors import HybridServeError
 from hybridserve.kv.arena import CachePlan
 from hybridserve.kv.coordinator import KVCacheCoordinator
@@ -52,6 +53,8 @@ class EngineCore:
         model = loaded.model
         sizing = size_cache(settings, model.cache_specs(), model.info.max_positions, free_nbytes(device))
         plan, max_model_len = sizing.plan, sizing.max_model_len
+        if max_model_len < sizing.wanted_len:
+            log.warning("max_model_len is %d, not the model's %d: that is what the caches hold", max_model_len, sizing.wanted_len)
         self._loaded = loaded
         self._runner = Runner(loaded.model, plan, device)
         self._coordinator = KVCacheCoordinator(

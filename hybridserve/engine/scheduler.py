@@ -99,6 +99,11 @@ class Scheduler:
         return len(self._order)
 
     @property
+    def running_seats(self) -> Ints:
+        """Seats in order of admission."""
+        return self._order
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

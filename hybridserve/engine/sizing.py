@@ -5,7 +5,6 @@ Owns the choice of the device, the bytes given to caches, the longest context th
 and by `check/`.
 """
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from hybridserve.engine.messages import GroupInfo
 from hybridserve.errors import DoesNotFitError, UsageError
 from hybridserve.kv.arena import CachePlan, plan_cache
 from hybridserve.kv.spec import Spec
-
-log = logging.getLogger(__name__)
 
 #: Context lengths, beside the longest, at which it is told how many users fit.
 CONTEXT_LENGTHS = (1024, 8192, 32768)
@@ -32,6 +29,7 @@ class Sizing:
 
     plan: CachePlan
     max_model_len: int  # as asked for, or as much of the model's own as fits
+    wanted_len: int  # what was asked for, or the model's own
 
 
 @dataclass(frozen=True)
@@ -72,12 +70,10 @@ def size_cache(settings: EngineSettings, specs: Sequence[Mapping[str, Spec]], ma
     if fits < 2 or (settings.max_model_len is not None and fits < longest):
         needed = unlimited_plan(settings, specs).superpages_needed(longest)
         raise DoesNotFitError(
-            f"one sequence of {longest:,} tokens needs {needed * plan.superpage_nbytes:,} bytes of cache, {nbytes:,} are there: "
+            f"one sequence of {longest:,} tokens needs {needed * plan.superpage_nbytes:,} bytes of cache, {nbytes:,} are there; "
             f"lower --max-model-len to {fits:,} or raise --kv-cache-memory"
         )
-    if fits < longest:
-        log.warning("max_model_len is %d, not the model's %d: that is what %d bytes of cache hold", fits, longest, nbytes)
-    return Sizing(plan, fits)
+    return Sizing(plan, fits, longest)
 
 
 def longest_chunk(settings: EngineSettings) -> int:
@@ -128,8 +124,3 @@ def describe_groups(plan: CachePlan) -> list[GroupInfo]:
         )
         for group in plan.groups
     ]
-
-
-def features_off(settings: EngineSettings) -> dict[str, str]:
-    """Features that this engine does not offer: name -> reason code."""
-    return {} if settings.enable_prefix_caching else {"prefix_caching": "disabled_by_flag"}

@@ -74,9 +74,7 @@ class KDA(RecurrentMixer):
         hidden, inner = config.hidden_size, config.num_heads * config.head_dim
         conv_dtype = torch.float32 if config.conv_fp32 else dtype
         self.in_proj_qkv = Linear(hidden, 3 * inner, ops, dtype)
-        self.conv1d = DepthwiseConv(
-            3 * inner, config.conv_width, ops, dtype, bias=False, silu=True, weight_dtype=conv_dtype
-        )
+        self.conv1d = DepthwiseConv(3 * inner, config.conv_width, ops, dtype, bias=False, silu=True, weight_dtype=conv_dtype)
         self.f_proj = self._gate(inner)
         self.g_proj = self._gate(inner)
         self.b_proj = Linear(hidden, config.num_heads, ops, dtype)

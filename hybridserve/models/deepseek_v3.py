@@ -17,8 +17,7 @@ from hybridserve.mixers.mla import MLAConfig
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.mixers.rotary import RotaryConfig, YarnScaling
 from hybridserve.models.architectures import architectures
-from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
-from hybridserve.models.llama import read_info
+from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer, ModelInfo
 from hybridserve.models.mlp import SwiGLU
 from hybridserve.models.moe import MoE, MoeConfig
 from hybridserve.models.qwen3_next import RULES
@@ -39,6 +38,16 @@ RENAMES = (
 UNUSED_KEYS = (
     "pretraining_tp", "ep_size", "seq_aux", "aux_loss_alpha", "qk_head_dim", "head_dim",
 )  # fmt: skip
+
+
+def read_info(config: ConfigReader) -> ModelInfo:
+    """What the engine needs to know."""
+    return ModelInfo(
+        architecture=config.architecture,
+        vocab_size=config.read_size("vocab_size"),
+        hidden_size=config.read_size("hidden_size"),
+        max_positions=config.read_size(config.spelling("max_position_embeddings", "model_max_length"), most=2**40),
+    )
 
 
 def read_mla(config: ConfigReader, rotary: RotaryConfig | None, *, output_gate: bool = False) -> MLAConfig:
@@ -78,30 +87,32 @@ def read_latent_rotary(
     return msgspec.structs.replace(rotary, interleaved=interleaved)
 
 
-def read_sigmoid_moe(
-    config: ConfigReader, *, experts: str = "n_routed_experts", shared: str = "n_shared_experts", limit: float | None = None
-) -> MoeConfig:
-    """Sigmoid scores with a bias for the choice, groups of experts, and shared experts as one wide MLP."""
+def read_sigmoid_moe(config: ConfigReader, *, limit: float | None = None) -> MoeConfig:
+    """Sigmoid scores with a bias for the choice, groups of experts, and shared experts as one wide MLP.
+
+    Each count goes by the name that DeepSeek gave it or by the one that Kimi and Ling use.
+    """
     config.expect("hidden_act", "silu")
     config.expect("scoring_func", "sigmoid")
     config.expect("topk_method", "noaux_tc")
     config.expect("moe_layer_freq", 1)
     width = config.read_size("moe_intermediate_size")
+    num_shared = config.read_size(config.spelling("n_shared_experts", "num_shared_experts"), 1, most=65536)
     return MoeConfig(
         hidden_size=config.read_size("hidden_size"),
-        num_experts=config.read_size(experts, most=65536),
-        num_chosen=config.read_size("num_experts_per_tok", most=65536),
+        num_experts=config.read_size(config.spelling("n_routed_experts", "num_experts", "num_local_experts"), most=65536),
+        num_chosen=config.read_size(config.spelling("num_experts_per_tok", "num_experts_per_token"), most=65536),
         width=width,
         routing="sigmoid",
-        renormalise=config.read("norm_topk_prob", bool, True),
+        renormalise=config.read(config.spelling("norm_topk_prob", "moe_renormalize"), bool, True),
         renormalise_eps=1e-20,
         weight_scale=config.read("routed_scaling_factor", float, 1.0),
         choice_bias=True,
-        num_groups=config.read_size("n_group", 1, most=65536),
+        num_groups=config.read_size(config.spelling("n_group", "num_expert_group"), 1, most=65536),
         num_chosen_groups=config.read_size("topk_group", 1, most=65536),
         router_fp32=True,
         limit=limit,
-        shared_width=width * config.read_size(shared, 1, most=65536),
+        shared_width=width * num_shared,
     )
 
 

@@ -68,7 +68,6 @@ def _read_attention(config: ConfigReader, rotary: RotaryConfig, window: int | No
         zero_centred_norm=True,
         rotary=rotary,
         window=window,
-        softcap=config.read_optional("attn_logit_softcapping", float),
     )
 
 
@@ -89,6 +88,7 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     text.expect("hidden_activation", "gelu_pytorch_tanh")
     text.expect("use_bidirectional_attention", False)
     text.expect("tie_word_embeddings", True)
+    text.expect("attn_logit_softcapping")  # null in every release; the published class never applies it
     info = read_info(text)
     eps, width = text.read("rms_norm_eps", float, 1e-6), text.read_size("intermediate_size")
     activation: Activation = "gelu_tanh"

@@ -58,6 +58,11 @@ def load(settings: EngineSettings, ops: Ops, device: torch.device, progress: Pro
 def plan_weights(model: CausalLM, folder: ModelFolder) -> tuple[list[Piece], dict[str, TensorEntry]]:
     """Match a folder's tensors with a model's parameters, from headers alone. Raises WeightsError naming what does not fit."""
     entries = read_entries(folder.path)
+    return match_weights(model, entries), entries
+
+
+def match_weights(model: CausalLM, entries: Mapping[str, TensorEntry]) -> list[Piece]:
+    """Match tensors on disk with a model's parameters. Raises WeightsError naming what does not fit."""
     pieces = model.weight_map.plan(
         {name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
         {name: entry.shape for name, entry in entries.items()},
@@ -69,7 +74,7 @@ def plan_weights(model: CausalLM, folder: ModelFolder) -> tuple[list[Piece], dic
                 f"{piece.tensor} in {entry.file.name} has dtype {entry.dtype}; only float weights of 16 bits and more can be "
                 "loaded: take the release that is not quantised"
             )
-    return pieces, entries
+    return pieces
 
 
 def load_weights(model: CausalLM, folder: ModelFolder, device: torch.device, *, progress: Progress | None = None) -> LoadReport:

@@ -17,6 +17,7 @@ T = TypeVar("T")
 #: Keys that never change what a text decoder computes in inference: identity, training, generation defaults, tooling.
 HARMLESS_KEYS = frozenset({
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "name_or_path",
+    "_model_name_or_path", "_commit_hash", "license", "is_llama_config", "transformers.js_config", "tie_encoder_decoder",
     "auto_map", "model_name", "unsloth_fixed", "unsloth_version", "initializer_range", "use_cache", "bos_token_id",
     "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "is_encoder_decoder",
     "is_decoder", "tokenizer_class", "prefix", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
@@ -87,6 +88,15 @@ class ConfigReader:
         if not 1 <= value <= most:
             raise UnsupportedModelError(f"config.json: {self.name(key)} is {value}; it must be from 1 to {most}")
         return value
+
+    def spelling(self, *keys: str) -> str:
+        """The one of several spellings of a key that this config uses; the first if none. Raises UnsupportedModelError if two
+        are there and disagree.
+        """
+        used = [key for key in keys if self.has(key)]
+        for other in used[1:]:
+            self.expect(other, self._values[used[0]])
+        return used[0] if used else keys[0]
 
     def expect(self, key: str, *allowed: object) -> None:
         """Accept `key` only with a value that is implemented; absent or null is accepted.

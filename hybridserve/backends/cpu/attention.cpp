@@ -13,7 +13,9 @@ namespace {
 
 constexpr int64_t TILE = 32;
 constexpr int64_t SEGMENT = 512;
-constexpr int64_t SCORE_STRIDE = SEGMENT + PANEL_W + LANES;
+constexpr int64_t SCORE_STRIDE = SEGMENT + PANEL_W + PAIR;
+// Vectors of scores whose exponentials are computed abreast.
+constexpr int ABREAST = 4;
 // Values are added for so many tokens at a time, while they are in the inner cache.
 constexpr int64_t VALUE_TOKENS = 32;
 
@@ -137,7 +139,7 @@ vf capped(vf s, float softcap) {
 
 // Scores of one vector to exponentials, in place; it sees those from `first` to `last`, relative to the segment. The others become 0.
 void exponentials(const Attention &a, float *scores, int64_t first, int64_t last, int64_t computed_end, float *most, float *total) {
-    int64_t padded = round_up(computed_end, LANES);
+    int64_t padded = round_up(computed_end, ABREAST * LANES);
     for (int64_t i = 0; i < first; i++)
         scores[i] = -INFINITY;
     for (int64_t i = larger(0, last); i < padded; i++)
@@ -156,10 +158,15 @@ void exponentials(const Attention &a, float *scores, int64_t first, int64_t last
         highest = top[lane] > highest ? top[lane] : highest;
     // A vector that sees nothing here has weights 0, not exp(-inf + inf).
     vf shift = splat(highest == -INFINITY ? 0.0f : highest), sum = {};
-    for (int64_t i = 0; i < padded; i += LANES) {
-        vf e = exp_lanes(load(scores + i) - shift);
-        store(scores + i, e);
-        sum += e;
+    for (int64_t i = 0; i < padded; i += ABREAST * LANES) {
+        vf e[ABREAST];
+        for (int n = 0; n < ABREAST; n++)
+            e[n] = load(scores + i + n * LANES) - shift;
+        exp_lanes<ABREAST>(e);
+        for (int n = 0; n < ABREAST; n++) {
+            store(scores + i + n * LANES, e[n]);
+            sum += e[n];
+        }
     }
     *total = sum_lanes(sum);
     // Not a number if a score was none: it must not look like a vector that saw nothing.

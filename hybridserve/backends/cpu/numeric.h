@@ -147,27 +147,65 @@ static inline float sum_lanes(vf a) {
 
 static inline vf choose(vi condition, vf yes, vf no) { return (vf)(((vi)yes & condition) | ((vi)no & ~condition)); }
 
-// e^x within 2 units in the last place; 0 below the smallest normal number, infinity above the largest.
-static inline vf exp_lanes(vf x) {
-    vf low = splat(-87.33654f), high = splat(88.72283f);
-    vi under = x < low, over = x > high;
-    x = choose(under, low, choose(over, high, x));
+// A NaN passes; what is outside becomes the limit.
+static inline vf within(float low, vf x, float high) {
+    x = choose(x < splat(low), splat(low), x);
+    return choose(x > splat(high), splat(high), x);
+}
+
+// e^x within 2 units in the last place, in place, for x between -87 and 88. One vector is a long chain of dependent instructions: N
+// vectors abreast take hardly more time.
+template <int N> static inline void exp_in_range(vf *x) {
+    vf shifted[N], r[N], p[N];
     // Adding and taking away 1.5 * 2^23 rounds to the nearest integer.
     vf magic = splat(12582912.0f);
-    vf n = fma(x, splat(1.44269504f), magic) - magic;
-    vf r = fma(n, splat(-0.693359375f), x);
-    r = fma(n, splat(2.12194440e-4f), r);
-    vf p = splat(1.9875691500e-4f);
-    p = fma(p, r, splat(1.3981999507e-3f));
-    p = fma(p, r, splat(8.3334519073e-3f));
-    p = fma(p, r, splat(4.1665795894e-2f));
-    p = fma(p, r, splat(1.6666665459e-1f));
-    p = fma(p, r, splat(5.0000001201e-1f));
-    vf y = fma(p, r * r, r) + splat(1.0f);
-    // Twice half the exponent: n may be 128, which alone is no exponent.
-    vi half = __builtin_convertvector(n, vi) >> 1, rest = __builtin_convertvector(n, vi) - half;
-    y = y * (vf)((half + 127) << 23) * (vf)((rest + 127) << 23);
-    return choose(under, vf{}, choose(over, splat(INFINITY), y));
+    for (int i = 0; i < N; i++)
+        shifted[i] = fma(x[i], splat(1.44269504f), magic);
+    for (int i = 0; i < N; i++)
+        r[i] = fma(shifted[i] - magic, splat(-0.693359375f), x[i]);
+    for (int i = 0; i < N; i++)
+        r[i] = fma(shifted[i] - magic, splat(2.12194440e-4f), r[i]);
+    for (int i = 0; i < N; i++)
+        p[i] = fma(splat(1.9875691500e-4f), r[i], splat(1.3981999507e-3f));
+    constexpr float COEFFICIENTS[] = {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+    for (float coefficient : COEFFICIENTS)
+        for (int i = 0; i < N; i++)
+            p[i] = fma(p[i], r[i], splat(coefficient));
+    for (int i = 0; i < N; i++) {
+        vf y = fma(p[i], r[i] * r[i], r[i]) + splat(1.0f);
+        // The low bits of `shifted` are an integer: moved into the exponent they multiply by that power of 2.
+        x[i] = (vf)((vi)y + ((vi)shifted[i] << 23));
+    }
+}
+
+// e^x in place; 0 below -87, infinity above 88.
+template <int N> static inline void exp_lanes(vf *x) {
+    vf y[N];
+    for (int i = 0; i < N; i++)
+        y[i] = within(-87.0f, x[i], 88.0f);
+    exp_in_range<N>(y);
+    for (int i = 0; i < N; i++) {
+        y[i] = choose(x[i] > splat(88.0f), splat(INFINITY), y[i]);
+        x[i] = choose(x[i] < splat(-87.0f), vf{}, choose(x[i] == x[i], y[i], x[i]));
+    }
+}
+static inline vf exp_lanes(vf x) {
+    exp_lanes<1>(&x);
+    return x;
+}
+
+// 1 / (1 + e^-x), in place.
+template <int N> static inline void sigmoid_lanes(vf *x) {
+    vf y[N];
+    for (int i = 0; i < N; i++)
+        y[i] = within(-87.0f, -x[i], 88.0f);
+    exp_in_range<N>(y);
+    for (int i = 0; i < N; i++)
+        x[i] = choose(x[i] == x[i], splat(1.0f) / (splat(1.0f) + y[i]), x[i]);
+}
+static inline vf sigmoid_lanes(vf x) {
+    sigmoid_lanes<1>(&x);
+    return x;
 }
 
 static inline vf round_to_bf16(vf v) {
@@ -175,8 +213,6 @@ static inline vf round_to_bf16(vf v) {
     store(rounded, v);
     return load(rounded);
 }
-
-static inline vf sigmoid_lanes(vf x) { return splat(1.0f) / (splat(1.0f) + exp_lanes(-x)); }
 
 // Elements whose type is known only at run time.
 struct elements {

@@ -27,8 +27,10 @@ struct StateTable {
 
 class Slots {
   public:
-    // pool: slots of `nbytes`, `stride` bytes apart. Start states that another sequence's write would destroy are copied here.
-    Slots(const StateTable &table, char *pool, int64_t stride, int64_t nbytes) : table_(table), pool_(pool), stride_(stride) {
+    // pool: slots of `nbytes`, `stride` bytes apart. Start states that another sequence's write would destroy are copied here, and those
+    // of sequences with more than `max_rows` rows, which are not taken in one go.
+    Slots(const StateTable &table, char *pool, int64_t stride, int64_t nbytes, int64_t max_rows = INT64_MAX)
+        : table_(table), pool_(pool), stride_(stride) {
         int64_t write = 0;
         for (int64_t s = 0; s < table.num_sequences; s++) {
             Sequence sequence{table.cu_seqlens[s], table.cu_seqlens[s + 1], nullptr, write, write};
@@ -39,6 +41,9 @@ class Slots {
                 sequence.start = pool + table.start_slots[s] * stride;
             sequences.push_back(sequence);
         }
+        for (Sequence &sequence : sequences)
+            if (sequence.end - sequence.row > max_rows && sequence.start != nullptr)
+                save(sequence, nbytes);
         if (table.num_sequences > 1)
             save_overwritten(nbytes);
     }
@@ -49,6 +54,11 @@ class Slots {
     std::vector<Sequence> sequences;
 
   private:
+    void save(Sequence &sequence, int64_t nbytes) {
+        saved_.emplace_back(sequence.start, sequence.start + nbytes);
+        sequence.start = saved_.back().data();
+    }
+
     void save_overwritten(int64_t nbytes) {
         std::vector<std::pair<const char *, int64_t>> writers;
         for (int64_t s = 0; s < table_.num_sequences; s++)
@@ -62,8 +72,7 @@ class Slots {
             auto writer = std::lower_bound(writers.begin(), writers.end(), std::make_pair(reader.start, int64_t(0)));
             for (; writer != writers.end() && writer->first == reader.start; ++writer)
                 if (writer->second != s) {
-                    saved_.emplace_back(reader.start, reader.start + nbytes);
-                    reader.start = saved_.back().data();
+                    save(reader, nbytes);
                     break;
                 }
         }

@@ -1,0 +1,127 @@
+"""The chat section: tokenizer, template, the formats of tools and reasoning, and where an answer stops.
+
+Owns these findings. Must not know weights. Called by `checker.py` with what the template rendered.
+"""
+
+import hashlib
+
+from hybridserve.check.rendering import ANSWER, SYSTEM, TOOL, Rendering
+from hybridserve.check.report import Finding, passed, warned
+from hybridserve.check.source import Source
+from hybridserve.engine.generation_config import read_json, read_sampling_defaults, token_ids
+from hybridserve.engine.text import Tokenizer
+from hybridserve.errors import HybridServeError, WeightsError
+
+#: What in a template tells how the model writes a tool call, the most specific first.
+TOOL_FORMATS = (
+    ("<|tool_call_start|>", "lfm2: a Python-like list of calls in <|tool_call_start|>"),
+    ("<function=", "qwen3_coder: <function=NAME> with <parameter=KEY> in <tool_call>"),
+    ("<arg_key>", "glm: <arg_key> and <arg_value> pairs in <tool_call>"),
+    ("<tool_call>", "hermes: a JSON object in <tool_call>"),
+    ("<|tool_calls_section_begin|>", "kimi: sections of <|tool_call_begin|>"),
+    ("<|tool▁calls▁begin|>", "deepseek: <|tool▁call▁begin|>"),
+    ("[TOOL_CALLS]", "mistral: a JSON list after [TOOL_CALLS]"),
+    ("<|tool_call|>", "granite: a JSON list after <|tool_call|>"),
+    ("<|python_tag|>", "llama: JSON or code after <|python_tag|>"),
+)
+REASONING_FORMATS = (("<think>", "text in <think>"), ("<|channel|>", "harmony: channels"), ("[THINK]", "text in [THINK]"))
+_FIRST_CHARS = 64
+
+
+def read_tokenizer(source: Source) -> Tokenizer | None:
+    """The tokenizer, or None where the model has no file of it. Raises WeightsError when the file is broken."""
+    if not (source.folder.path / "tokenizer.json").is_file():
+        return None
+    try:
+        return Tokenizer.from_folder(source.folder.path)
+    except HybridServeError as error:
+        raise WeightsError(str(error)) from error
+
+
+def check_tokenizer(tokenizer: Tokenizer | None, vocab_size: int) -> Finding:
+    """That there is one, and that the model has a row for each of its tokens."""
+    if tokenizer is None:
+        return warned(
+            "chat.tokenizer",
+            "no tokenizer.json: only token ids can be given, and `serve` refuses it",
+            "name one with --tokenizer",
+        )
+    if tokenizer.vocab_size > vocab_size:
+        return warned(
+            "chat.tokenizer",
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model's embedding {vocab_size:,} rows: requests with one of "
+            "the others are refused",
+            "take the tokenizer that was published with the weights",
+        )
+    return passed("chat.tokenizer", f"{tokenizer.vocab_size:,} tokens in {vocab_size:,} rows of the embedding")
+
+
+def check_template(rendering: Rendering) -> list[Finding]:
+    """What the template can do, as seen from what it rendered."""
+    if not rendering.cases:
+        return [warned("chat.template", "the model has no chat template; chat requests are refused", "use completions")]
+    plain = next(case for case in rendering.cases if case.name == "user")
+    if plain.outcome != "rendered":
+        return [
+            warned(
+                "chat.template", f"it does not render a single user's message: {plain.text:.300}", "take a newer release of it"
+            )
+        ]
+    digest = hashlib.sha256(rendering.source.encode()).hexdigest()[:12]
+    can = {
+        "several turns": rendering.text_of("turns") is not None,
+        "a system message": SYSTEM in (rendering.text_of("system") or ""),
+        "tools": TOOL in (rendering.text_of("tools") or ""),
+        "a switch for thinking": "enable_thinking" in rendering.source,
+    }
+    able, unable = ", ".join(k for k, v in can.items() if v), ", ".join(k for k, v in can.items() if not v)
+    text = f"sha256 {digest}; takes {able or 'single messages only'}" + (f"; without {unable}" if unable else "")
+    return [
+        passed("chat.template", text),
+        passed("chat.tools", _format(rendering.source, TOOL_FORMATS, "the template shows no format of tool calls")),
+        passed("chat.reasoning", _format(rendering.source, REASONING_FORMATS, "the template shows no reasoning")),
+    ]
+
+
+def check_stop_tokens(source: Source, tokenizer: Tokenizer, rendering: Rendering) -> Finding:
+    """That the token with which the template ends an answer is one that ends generation."""
+    stops = tokenizer.eos_token_ids
+    said = token_ids(read_json(source.folder.path / "generation_config.json").get("eos_token_id"))
+    listed = ", ".join(f"{tokenizer.token_text(one)!r} ({one})" for one in stops) or "none"
+    if not stops:
+        return warned(
+            "chat.stop", "no token ends an answer: each runs to its max_tokens", "set eos_token_id in generation_config.json"
+        )
+    ending = _token_after_answer(tokenizer, rendering)
+    if ending is not None and ending not in stops:
+        name = f"{tokenizer.token_text(ending)!r} ({ending})"
+        return warned(
+            "chat.stop",
+            f"the template ends an answer with {name}, which does not end generation; what does: {listed}",
+            f"add {ending} to eos_token_id in generation_config.json",
+        )
+    origin = "generation_config.json and the tokenizer" if said else "config.json and the tokenizer"
+    return passed("chat.stop", f"{listed}, from {origin}")
+
+
+def check_defaults(source: Source) -> Finding:
+    """Sampling settings of the model's author."""
+    try:
+        values = read_sampling_defaults(source.folder.path).items()
+    except HybridServeError as error:
+        raise WeightsError(str(error)) from error
+    listed = ", ".join(f"{name}={value:g}" for name, value in values.items())
+    return passed("chat.defaults", listed or "generation_config.json says nothing about sampling")
+
+
+def _token_after_answer(tokenizer: Tokenizer, rendering: Rendering) -> int | None:
+    """The special token that follows an answer in a chat, if the template puts one there."""
+    text = rendering.text_of("answer")
+    if text is None or ANSWER not in text:
+        return None
+    ids = tokenizer.encode(text.rpartition(ANSWER)[2][:_FIRST_CHARS], add_special_tokens=False)
+    return next((one for one in ids if tokenizer.is_special(one)), None)
+
+
+def _format(source: str, formats: tuple[tuple[str, str], ...], otherwise: str) -> str:
+    return next((text for mark, text in formats if mark in source), otherwise)

@@ -1,0 +1,187 @@
+"""The order of `check-model`: each section needs what the ones before found, and a failure leaves the rest unchecked.
+
+Owns that order and the turning of errors into findings. Must not print. Called by the command.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from hybridserve.check.chat import (
+    check_defaults,
+    check_stop_tokens,
+    check_template,
+    check_tokenizer,
+    read_tokenizer,
+)
+from hybridserve.check.content import check_files, render
+from hybridserve.check.layout import check_architecture, check_config, check_layers, is_served, lay_out, layer_runs
+from hybridserve.check.memory import check_memory
+from hybridserve.check.numerics import check_numerics
+from hybridserve.check.operations import check_backends, check_features
+from hybridserve.check.report import INTERNAL, Finding, Report, failed, passed, warned
+from hybridserve.check.source import Entries, Source, check_dtype, check_shards, check_source, find_source, read_headers
+from hybridserve.check.target import Target, find_target
+from hybridserve.check.tensors import check_tensors, scan_values
+from hybridserve.check.trial import run_trial
+from hybridserve.config import EngineSettings
+from hybridserve.engine.sizing import unlimited_plan
+from hybridserve.errors import HybridServeError
+from hybridserve.models import CausalLM
+from hybridserve.registry import load_plugin
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Sections that come to nothing when an earlier one fails, in the order of the report.
+SECTIONS = ("source", "content", "architecture", "layers", "memory", "numerics", "tensors", "backends", "features", "chat")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is checked beside the engine's own settings."""
+
+    settings: EngineSettings
+    device: str  # "cpu", "cuda:h200", ...
+    memory_nbytes: int | None = None
+    is_deep: bool = False
+    is_run: bool = False
+
+
+class _Checker:
+    """Fills one report."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.report = Report(model=options.settings.model, device=options.device)
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        self.report.checks.extend(findings)
+
+    def attempt(self, name: str, work: Callable[[], T]) -> T | None:
+        """The result of `work`, or None after noting its failure as the finding `name`."""
+        try:
+            return work()
+        except HybridServeError as error:
+            self.add([failed(name, error)])
+        except Exception as error:  # a fault of ours must not hide what else was found out
+            log.debug("check %s failed", name, exc_info=True)
+            text = f"the check itself failed: {type(error).__name__}: {str(error)[:300]}"
+            self.add([Finding(id=name, status="FAIL", detail=text, fix="report this with the config.json", exit_code=INTERNAL)])
+        return None
+
+    def attempt_all(self, name: str, work: Callable[[], Iterable[Finding]]) -> None:
+        """Add what `work` finds."""
+        self.add(self.attempt(name, work) or ())
+
+    def run(self) -> None:
+        options = self.options
+        target = self.attempt("target", lambda: find_target(options.device, options.memory_nbytes))
+        for path in options.settings.plugin:
+            self.attempt("plugin", partial(load_plugin, path))
+        source = self.attempt("source", lambda: find_source(options.settings))
+        if target is None or source is None:
+            self.report.not_checked = [name for name in SECTIONS if name not in self._sections()]
+            return
+        self.report.device = target.name
+        self.add([check_source(source)])
+        self.attempt_all("content", lambda: check_files(source))
+        entries = self.attempt("source.shards", lambda: read_headers(source)) if self._reads_headers(source) else None
+        if entries is not None:
+            self.add(check_shards(source, entries))
+        model = self._lay_out(source)
+        if model is not None:
+            self._check_model(model, source, target, entries)
+        self._check_chat(source, model)
+        if model is not None and options.is_run:
+            self._run(model, source, target)
+        self.report.not_checked = [name for name in SECTIONS if name not in self._sections() and self._applies(name, source)]
+
+    def _lay_out(self, source: Source) -> CausalLM | None:
+        settings = self.options.settings
+        served = self.attempt("architecture", lambda: is_served(source))
+        if served is None:
+            return None
+        model = self.attempt("config" if served else "architecture", lambda: lay_out(source, settings))
+        if served:
+            self.add([check_architecture(source)])
+        if model is not None:
+            self.add([check_config(source, settings)])
+            self.report.architecture = model.info.architecture
+            self.report.dtype = str(model.dtype).removeprefix("torch.")
+        return model
+
+    def _check_model(self, model: CausalLM, source: Source, target: Target, entries: Entries | None) -> None:
+        settings, report = self.options.settings, self.report
+        runs = self.attempt("layers", lambda: layer_runs(model, unlimited_plan(settings, model.cache_specs())))
+        if runs is None:
+            return
+        report.layers = runs
+        self.add(check_layers(runs))
+        memory = self.attempt("memory", lambda: check_memory(model, settings, target))
+        if memory is not None:
+            findings, report.memory = memory
+            self.add(findings)
+            self.attempt_all("numerics", lambda: check_numerics(model, runs, memory[1], settings))
+        if entries is not None:
+            self.add([check_dtype(entries, str(model.dtype).removeprefix("torch."))])
+            self.attempt_all("tensors", lambda: check_tensors(model, entries))
+            if self.options.is_deep:
+                self._scan(source, entries)
+        self.attempt_all("backends", lambda: check_backends(model, settings, target))
+        self.add(check_features(settings))
+
+    def _scan(self, source: Source, entries: Entries) -> None:
+        if source.weights_are_here:
+            self.attempt_all("tensors.values", lambda: [scan_values(entries)])
+        else:
+            self.add([warned("tensors.values", "not scanned: the weights are not on this machine", "download them first")])
+
+    def _check_chat(self, source: Source, model: CausalLM | None) -> None:
+        if not source.has_weights:
+            return
+        found = self.attempt("chat.tokenizer", lambda: [read_tokenizer(source)])
+        if found is None:
+            return
+        tokenizer = found[0]
+        rendering = self.attempt("content.template", lambda: render(source, tokenizer.special_tokens if tokenizer else {}))
+        if rendering is None:
+            return
+        if rendering.cases:
+            self.add([passed("content.template", f"{len(rendering.cases)} chats rendered in the sandbox, within bounds")])
+        if model is not None:
+            self.add([check_tokenizer(tokenizer, model.info.vocab_size)])
+        self.add(check_template(rendering))
+        if tokenizer is not None:
+            self.attempt_all("chat.stop", lambda: [check_stop_tokens(source, tokenizer, rendering)])
+        self.attempt_all("chat.defaults", lambda: [check_defaults(source)])
+
+    def _run(self, model: CausalLM, source: Source, target: Target) -> None:
+        settings = self.options.settings
+        if not target.is_here:
+            self.add([warned("run", f"not run: {target.name} is not here", "leave out --device, or run it there")])
+        elif any(finding.status == "FAIL" for finding in self.report.checks):
+            self.add([warned("run", "not run, because something else failed", "repair that first")])
+        else:
+            with_weights = source.weights_are_here and settings.load_format != "dummy"
+            self.attempt_all("run", lambda: run_trial(model, settings, with_weights=with_weights))
+
+    def _reads_headers(self, source: Source) -> bool:
+        refused = any(finding.status == "FAIL" and finding.id == "content.pickles" for finding in self.report.checks)
+        return source.has_weights and self.options.settings.load_format != "dummy" and not refused
+
+    def _sections(self) -> set[str]:
+        return {finding.id.partition(".")[0] for finding in self.report.checks}
+
+    def _applies(self, name: str, source: Source) -> bool:
+        return source.has_weights or name not in ("tensors", "chat")
+
+
+def check_model(options: Options) -> Report:
+    """Find out all that can be found out. Never raises: what goes wrong is in the report."""
+    checker = _Checker(options)
+    checker.run()
+    return checker.report

@@ -1,0 +1,66 @@
+"""The tensors section: what is on disk against what the model's modules want, and a scan of the values.
+
+Owns these findings; the matching is `models/weights.py`'s, as at load. Called by `checker.py`.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hybridserve.check.report import Finding, failed, passed
+from hybridserve.check.source import Entries
+from hybridserve.errors import WeightsError
+from hybridserve.models import CausalLM
+from hybridserve.models.loader import match_weights
+from hybridserve.models.shards import read_tensors
+
+#: Elements looked at in one go: a copy of them is made.
+_SCAN_ELEMENTS = 2**24
+_SHOWN = 6
+
+
+def check_tensors(model: CausalLM, entries: Entries) -> list[Finding]:
+    """That every parameter is filled and every tensor used. Raises WeightsError with what is missing, extra or misshapen."""
+    pieces = match_weights(model, entries)
+    used = {piece.tensor for piece in pieces}
+    num_parameters = sum(1 for _ in model.parameters())
+    findings = [passed("tensors", f"{len(used)} tensors fill all {num_parameters} parameters; no other shape, none missing")]
+    left = [name for name in entries if name not in used]
+    if left:
+        findings.append(
+            passed("tensors.unused", f"{len(left)} tensors are left alone, as known not to be needed: {_families(left)}")
+        )
+    tied = "the head is the embedding's table" if model.lm_head is None else "head and embedding have a table each"
+    findings.append(passed("tensors.tied", tied))
+    return findings
+
+
+def scan_values(entries: Entries) -> Finding:
+    """Look at every value for NaN and infinity."""
+    bad = [f"{name} ({count:,})" for name, tensor in read_tensors(entries) if (count := _count_bad(tensor))]
+    if bad:
+        more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        error = WeightsError(
+            f"NaN or infinite values in {', '.join(bad[:_SHOWN])}{more}, the number of them in brackets; download the files "
+            "again, and if it stays ask the model's publisher"
+        )
+        return failed("tensors.values", error)
+    return passed("tensors.values", f"all {len(entries)} tensors are finite")
+
+
+def _count_bad(tensor: Tensor) -> int:
+    """Values that are NaN or infinite. tensor: any shape."""
+    if not tensor.dtype.is_floating_point:
+        return 0
+    flat = tensor.reshape(-1)
+    parts = (flat[start : start + _SCAN_ELEMENTS] for start in range(0, flat.numel(), _SCAN_ELEMENTS))
+    return sum(int((~torch.isfinite(part.float())).sum()) for part in parts)
+
+
+def _families(names: Iterable[str]) -> str:
+    """First parts of names with how many have them: `mtp.* (12)`."""
+    counts = Counter(re.split(r"\.\d+\.|\.", name)[0] for name in names)
+    return ", ".join(f"{family}.* ({count})" for family, count in counts.most_common(_SHOWN))

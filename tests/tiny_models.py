@@ -1,0 +1,106 @@
+"""Tiny configs of the window, MoE and state-space families, each of which forces every branch of its architecture.
+
+Owns the sizes that all tiny models share. Used by `checkpoints.py`, which seeds, saves and re-spells them.
+"""
+
+from collections.abc import Callable, Mapping
+
+import transformers as tf
+
+VOCAB_SIZE = 96
+#: No token id of a tiny vocabulary may end a generation early.
+_NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "max_position_embeddings": 512, **_NO_SPECIAL}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+#: Shorter than the prompts of the tests, no multiple of a block.
+WINDOW = 11
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+
+
+def _qwen3_moe() -> tf.PreTrainedModel:
+    config = tf.Qwen3MoeConfig(
+        **SIZES,
+        **HEADS,
+        **_EXPERTS,
+        num_hidden_layers=3,
+        intermediate_size=48,
+        head_dim=24,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+        rope_parameters=ROPE,
+    )
+    return tf.Qwen3MoeForCausalLM(config)
+
+
+def _gpt_oss() -> tf.PreTrainedModel:
+    yarn = {
+        "rope_type": "yarn", "rope_theta": 1.5e5, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    config = tf.GptOssConfig(
+        **SIZES,
+        **HEADS,
+        num_hidden_layers=4,
+        intermediate_size=24,
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        sliding_window=WINDOW,
+        swiglu_limit=0.4,
+        rope_parameters=yarn,
+    )
+    return tf.GptOssForCausalLM(config)
+
+
+_GEMMA3 = {
+    **SIZES,
+    **HEADS,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "intermediate_size": 48,
+    "head_dim": 24,
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 10,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+
+
+def _gemma3() -> tf.PreTrainedModel:
+    return tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**_GEMMA3, final_logit_softcapping=3.0))
+
+
+def _gemma3_vision() -> tf.PreTrainedModel:
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 4,
+    }  # fmt: skip
+    special = {"image_token_index": VOCAB_SIZE, "boi_token_index": VOCAB_SIZE, "eoi_token_index": VOCAB_SIZE}
+    config = tf.Gemma3Config(text_config=_GEMMA3, vision_config=vision, mm_tokens_per_image=4, **special)
+    return tf.Gemma3ForConditionalGeneration(config)
+
+
+def _olmo3() -> tf.PreTrainedModel:
+    kinds = ("full_attention", "sliding_attention")
+    rope = {kind: {"rope_type": "default", "rope_theta": 5e5} for kind in kinds}
+    rope["full_attention"] |= {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0,
+        "attention_factor": 1.2,
+    }  # fmt: skip
+    config = tf.Olmo3Config(
+        **SIZES, **HEADS, num_hidden_layers=4, intermediate_size=48, sliding_window=WINDOW, rope_parameters=rope
+    )
+    return tf.Olmo3ForCausalLM(config)
+
+
+#: Makers by name.
+TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
+    "qwen3_moe": _qwen3_moe,
+    "gpt_oss": _gpt_oss,
+    "gemma3": _gemma3,
+    "gemma3_vision": _gemma3_vision,
+    "olmo3": _olmo3,
+}
