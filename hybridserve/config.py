@@ -129,7 +129,7 @@ def resolve(kind: type[S], *sources: Mapping[str, Any]) -> S:
     try:
         return msgspec.convert({name: _plain(kind, name, value) for name, value in merged.items()}, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise UsageError(f"settings: {error}") from error
+        raise UsageError(f"settings: {error}; --help tells what each may be") from error
 
 
 def unit_of(kind: type[msgspec.Struct], name: str) -> str | None:

@@ -15,7 +15,7 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests import tiny_models
+from tests import latent_models, tiny_models
 from tests.tiny_models import HEADS as _HEADS
 from tests.tiny_models import ROPE as _ROPE
 from tests.tiny_models import SIZES as _SIZES
@@ -187,70 +187,6 @@ def _qwen3() -> tf.PreTrainedModel:
     return tf.Qwen3ForCausalLM(config)
 
 
-_LATENT = {
-    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-    "v_head_dim": 12, "num_hidden_layers": 3,
-}  # fmt: skip
-_SIGMOID = {
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "intermediate_size": 48, "n_shared_experts": 2,
-    "routed_scaling_factor": 1.7,
-}  # fmt: skip
-
-
-def _deepseek_v3() -> tf.PreTrainedModel:
-    rope = {
-        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0,
-        "mscale_all_dim": 0.8, "beta_fast": 32.0, "beta_slow": 1.0,
-    }  # fmt: skip
-    groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
-    config = tf.DeepseekV3Config(
-        **_SIZES, **_LATENT, **_SIGMOID, **groups, q_lora_rank=24, attention_bias=True, rope_parameters=rope
-    )
-    return tf.DeepseekV3ForCausalLM(config)
-
-
-def _glm4_moe_lite() -> tf.PreTrainedModel:
-    config = tf.Glm4MoeLiteConfig(
-        **_SIZES,
-        **_LATENT,
-        **_SIGMOID,
-        q_lora_rank=None,
-        mlp_layer_types=["sparse", "dense", "sparse"],
-        norm_topk_prob=False,
-        rope_interleave=False,
-        rope_parameters=_ROPE,
-    )
-    return tf.Glm4MoeLiteForCausalLM(config)
-
-
-_KDA = {
-    "num_hidden_layers": 4, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-}  # fmt: skip
-_KIMI_EXPERTS = {
-    "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "intermediate_size": 48, "n_shared_experts": 2,
-    "routed_scaling_factor": 1.7,
-}  # fmt: skip
-
-
-def _kimi_linear() -> tf.PreTrainedModel:
-    linear = {"linear_head_dim": 12, "linear_num_heads": 6, "linear_conv_kernel_dim": 3}
-    config = tf.KimiLinearConfig(**_SIZES, **{**_LATENT, **_KDA}, **_KIMI_EXPERTS, **linear, q_lora_rank=None)
-    return tf.KimiLinearForCausalLM(config)
-
-
-def _bailing_moe_v3() -> tf.PreTrainedModel:
-    groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "layer_group_size": 3, "head_dim": 12}
-    config = tf.BailingHybridConfig(
-        **_SIZES, **{**_LATENT, **_KDA}, **_KIMI_EXPERTS, **groups, q_lora_rank=24, kda_lower_bound=-3.0, rope_theta=1e4
-    )
-    return tf.BailingHybridForCausalLM(config)
-
-
-def _bailing_plain_gate() -> tf.PreTrainedModel:
-    sizes = {**_SIZES, **_LATENT, **_KDA, **_KIMI_EXPERTS, "head_dim": 16, "n_group": 1, "topk_group": 1}
-    return tf.BailingHybridForCausalLM(tf.BailingHybridConfig(**sizes, q_lora_rank=None, kda_safe_gate=False))
-
-
 #: Makers by name; `make` seeds them.
 TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "qwen3_next": _qwen3_next,
@@ -265,12 +201,8 @@ TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "lfm2": _lfm2,
     "llama": _llama,
     "qwen3": _qwen3,
-    "deepseek_v3": _deepseek_v3,
-    "glm4_moe_lite": _glm4_moe_lite,
-    "kimi_linear": _kimi_linear,
-    "bailing_moe_v3": _bailing_moe_v3,
-    "bailing_plain_gate": _bailing_plain_gate,
     **tiny_models.TINY,
+    **latent_models.TINY,
 }
 
 
@@ -287,7 +219,7 @@ def make(name: str, seed: int = 0) -> tf.PreTrainedModel:
             else:
                 parameter.normal_(std=0.5 if "conv" in path else 0.08)
         for path, buffer in model.named_buffers():
-            if path.endswith("e_score_correction_bias"):
+            if path.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.2)
     model.generation_config.eos_token_id = None
     return model
@@ -304,7 +236,7 @@ def save_released(model: tf.PreTrainedModel, folder: Path) -> Path:
     save(model, folder)
     config = read_config(folder)
     rewrite_config(folder, released_config(config))
-    tensors = load_file(folder / "model.safetensors")
+    tensors = tiny_models.respelled(load_file(folder / "model.safetensors"), config)
     rewrite_tensors(folder, {_renamed(name, config): tensor for name, tensor in _with_fused_experts(tensors).items()})
     return folder
 
@@ -351,13 +283,13 @@ def released_config(config: dict[str, object]) -> dict[str, object]:
             old["torch_dtype"] = value
         else:
             old[key] = value
-    return old
+    return latent_models.released_config(old)
 
 
 def _with_fused_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Experts in one tensor where transformers wrote one each, and the draft head that Qwen's releases hold as well."""
     out: dict[str, Tensor] = {}
-    if any("linear_attn" in name for name in tensors):
+    if any("linear_attn.in_proj_qkv" in name for name in tensors):
         out |= {"mtp.fc.weight": torch.ones(2, 2), "mtp.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}
     fused: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in tensors.items():

@@ -7,7 +7,7 @@ given; the others follow from the class. Used by the tests of `check-model`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class Release:
     state_nbytes: int | None  # a sequence
     source: str
     is_wrapped: bool = False
-    more: Mapping[str, object] = field(default_factory=dict)
 
 
 def _qwen3_5(layers: int, hidden: int, heads: tuple[int, int], v_heads: int, **more: object) -> dict[str, object]:
@@ -159,7 +158,8 @@ RELEASES: Mapping[str, Release] = {
         "Qwen4ExpConfig",
         _qwen3_5(48, 2560, (24, 2), 48, **_experts(512, 10, 640, 640))
         | {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048}
-        | {"indexer_compress_ratio": 4, "ple_layer_ids": [2], "ple_embed_dim": 2560, "split_ngram_parts": 128},
+        | {"indexer_compress_ratio": 4, "ple_layer_ids": [2], "ple_embed_dim": 2560, "split_ngram_parts": 128}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}, "eos_token_id": 248044},
         None,
         None,
         "docs.nvidia.com NeMo AutoModel, qwen3_8_flash_next",
@@ -292,7 +292,7 @@ RELEASES: Mapping[str, Release] = {
     "LFM2-2.6B": Release(
         "Lfm2ForCausalLM",
         "Lfm2Config",
-        _lfm2(30, 2048, list(range(2, 30, 4))[:7] + [29], 32, intermediate_size=10752),
+        _lfm2(30, 2048, [2, 6, 10, 14, 18, 22, 26, 29], 32, intermediate_size=10752),
         16_384,
         180_224,
         f"{_TEST}; where the 8 layers of attention stand decides nothing here",
@@ -338,5 +338,7 @@ RELEASES: Mapping[str, Release] = {
 
 #: Those that must run; the rest may be refused as long as the refusal says why.
 SERVED = tuple(
-    name for name in RELEASES if name.startswith(("Qwen3-Next", "Qwen3.5", "granite", "Falcon-H1", "LFM2-350M", "LFM2-1.2B", "LFM2-2.6B"))
+    name
+    for name in RELEASES
+    if name.startswith(("Qwen3-Next", "Qwen3.5", "granite", "Falcon-H1", "LFM2-350M", "LFM2-1.2B", "LFM2-2.6B"))
 )

@@ -161,7 +161,7 @@ def test_the_pages_command_answers_over_http() -> None:
     arguments = [*command.split()[1:], "--port", str(port), "--kv-cache-memory", "16MiB"]
     child = subprocess.Popen([*start, *arguments], cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, stderr=subprocess.DEVNULL)
     try:
-        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 90
+        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 240
         while True:
             assert child.poll() is None
             assert time.monotonic() < end

@@ -167,7 +167,9 @@ def test_a_mixer_is_the_published_layer(name: str) -> None:
 
 
 @pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["mla-deepseek-yarn-rank-bias", "mla-kimi-nope", "kda-kimi-low-rank", "kda-ling-full-rank-bounded"]
+)
 def test_a_mixer_conforms(name: str, check: Check) -> None:
     check(built(name)[0], FP32)
 

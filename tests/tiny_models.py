@@ -3,9 +3,12 @@
 Owns the sizes that all tiny models share. Used by `checkpoints.py`, which seeds, saves and re-spells them.
 """
 
+import re
 from collections.abc import Callable, Mapping
 
+import torch
 import transformers as tf
+from torch import Tensor
 
 VOCAB_SIZE = 96
 #: No token id of a tiny vocabulary may end a generation early.
@@ -96,6 +99,77 @@ def _olmo3() -> tf.PreTrainedModel:
     return tf.Olmo3ForCausalLM(config)
 
 
+def _olmo_hybrid() -> tf.PreTrainedModel:
+    kinds = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+    config = tf.OlmoHybridConfig(**SIZES, **HEADS, num_hidden_layers=4, layer_types=kinds, intermediate_size=48)
+    return tf.OlmoHybridForCausalLM(config)
+
+
+def _olmo_hybrid_rope() -> tf.PreTrainedModel:
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12, "linear_value_head_dim": 20}
+    kinds = ["full_attention", "linear_attention"]
+    config = tf.OlmoHybridConfig(
+        **SIZES,
+        **HEADS,
+        **delta,
+        num_hidden_layers=2,
+        layer_types=kinds,
+        intermediate_size=48,
+        linear_allow_neg_eigval=False,
+        rope_parameters=ROPE,
+        tie_word_embeddings=True,
+    )
+    return tf.OlmoHybridForCausalLM(config)
+
+
+def _lara_mini() -> tf.PreTrainedModel:
+    config = tf.LaraMiniConfig(
+        **SIZES,
+        **HEADS,
+        **_EXPERTS,
+        num_hidden_layers=5,
+        head_dim=24,
+        sliding_window=WINDOW,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=24,
+        shared_expert_intermediate_size=40,
+        rope_parameters=ROPE,
+    )
+    return tf.LaraMiniForCausalLM(config)
+
+
+def _lfm2_moe() -> tf.PreTrainedModel:
+    config = tf.Lfm2MoeConfig(
+        **SIZES,
+        **HEADS,
+        **_EXPERTS,
+        num_hidden_layers=4,
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+        num_dense_layers=1,
+        intermediate_size=48,
+        routed_scaling_factor=1.3,
+        conv_bias=True,
+        rope_parameters=ROPE,
+    )
+    return tf.Lfm2MoeForCausalLM(config)
+
+
+def _lfm3() -> tf.PreTrainedModel:
+    config = tf.Lfm3Config(
+        **SIZES,
+        **HEADS,
+        num_hidden_layers=5,
+        layer_types=["conv", "sliding_attention", "conv", "full_attention", "sliding_attention"],
+        intermediate_size=48,
+        head_dim=24,
+        sliding_window=WINDOW,
+        conv_bias=True,
+    )
+    return tf.Lfm3ForCausalLM(config)
+
+
 #: Makers by name.
 TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "qwen3_moe": _qwen3_moe,
@@ -103,4 +177,53 @@ TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "gemma3": _gemma3,
     "gemma3_vision": _gemma3_vision,
     "olmo3": _olmo3,
+    "olmo_hybrid": _olmo_hybrid,
+    "olmo_hybrid_rope": _olmo_hybrid_rope,
+    "lara_mini": _lara_mini,
+    "lfm2_moe": _lfm2_moe,
+    "lfm3": _lfm3,
+}
+
+
+def respelled(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> dict[str, Tensor]:
+    """The tensors of a folder that transformers saved, in the other spelling of their family where there is one."""
+    respell = _RESPELL.get(str(config["model_type"]))
+    return dict(tensors) if respell is None else respell(tensors, config)
+
+
+def _olmo_names(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> dict[str, Tensor]:
+    """Saving calls the norms of attention layers as if they were gated delta layers."""
+    kinds = config["layer_types"]
+    assert isinstance(kinds, list)
+    attention = "|".join(str(i) for i, kind in enumerate(kinds) if kind == "full_attention")
+    pattern = rf"(layers\.(?:{attention}))\.feedforward_layer_norm"
+    return {re.sub(pattern, r"\1.post_attention_layernorm", name): tensor for name, tensor in tensors.items()}
+
+
+def _lara_parts(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> dict[str, Tensor]:
+    """The projections one by one, as in transformers' own module."""
+    heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    assert isinstance(heads, int)
+    assert isinstance(value_heads, int)
+    value = value_heads * int(str(config["linear_value_head_dim"]))
+    widths = [2 * heads * int(str(config["linear_key_head_dim"])) + value, value, value_heads, value_heads]
+    out = {}
+    for name, tensor in tensors.items():
+        if name.endswith("linear_attn.in_proj.weight"):
+            parts = zip(("qkv", "z", "b", "a"), torch.split_with_sizes(tensor, widths), strict=True)
+            out |= {name.replace("in_proj", f"in_proj_{part}"): piece for part, piece in parts}
+        else:
+            out[name.replace("out_norm", "norm")] = tensor
+    return out
+
+
+def _lfm3_names(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> dict[str, Tensor]:
+    """The gate as transformers' own module calls it."""
+    return {name.replace("self_attn.gate_proj", "self_attn.g_proj"): tensor for name, tensor in tensors.items()}
+
+
+_RESPELL: Mapping[str, Callable[[Mapping[str, Tensor], Mapping[str, object]], dict[str, Tensor]]] = {
+    "olmo_hybrid": _olmo_names,
+    "lara_mini": _lara_parts,
+    "lfm3": _lfm3_names,
 }

@@ -91,6 +91,42 @@ class PagedAttention(Protocol):
     ) -> Tensor: ...
 
 
+class IndexSelect(Protocol):
+    """The entries of an index that score highest for each row; of equal scores the lower entry is taken.
+
+    q: [T, H, K]; weights: [T, H], or None for ones; k_cache: [B, block_size // n, K], one entry for n tokens. Entry e scores
+    sum over h of weights_h relu(q_h . k_e), in fp32. A row at position p sees the entries whose n tokens all are at most p.
+    Returns int32 [T, num_selected]: entries in ascending order, -1 after the last where there are fewer. Source: DeepSeek-V3.2
+    (arXiv 2512.02556), section 2.1; pooled entries as published in transformers (qwen4_exp, glm5_next).
+    """
+
+    def __call__(
+        self, q: Tensor, weights: Tensor | None, k_cache: Tensor, batch: Batch, table: PagedTable, *, num_selected: int
+    ) -> Tensor: ...
+
+
+class SelectedAttention(Protocol):
+    """Softmax attention of every row over the tokens that are named for it, otherwise as `PagedAttention`.
+
+    selected: int32 [T, N], positions of the row's sequence up to its own, each once and at least one, in any order; -1 names
+    none. q: [T, Hq, K]; k_cache: [B, block_size, Hk, K]; v_cache: [B, block_size, Hk, V]. Returns [T, Hq, V] in q's dtype.
+    """
+
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, selected: Tensor, batch: Batch, table: PagedTable, *, scale: float
+    ) -> Tensor: ...
+
+
+class Trailing(Protocol):
+    """Some rows, each behind the W - 1 rows before it in its sequence, continued from a window of past rows.
+
+    x: [T, ...]; rows: int64 [R]; window: [L, W - 1, ...], the last W - 1 rows, oldest first, in place, of x's dtype. Returns
+    [R, W, ...], oldest first, with zeros before a sequence's first row.
+    """
+
+    def __call__(self, x: Tensor, rows: Tensor, window: Tensor, batch: Batch, table: StateTable) -> Tensor: ...
+
+
 class ShortConv(Protocol):
     """Causal depthwise convolution over each sequence, continued from a window of raw inputs.
 
@@ -194,6 +230,9 @@ class Ops:
     gated_rms_norm: GatedRmsNorm
     kv_write: KvWrite
     paged_attention: PagedAttention
+    index_select: IndexSelect
+    selected_attention: SelectedAttention
+    trailing: Trailing
     short_conv: ShortConv
     delta_rule: DeltaRule
     linear_scan: LinearScan

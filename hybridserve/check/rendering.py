@@ -15,9 +15,9 @@ from hybridserve.engine.chat import ChatTemplate, Message
 from hybridserve.errors import ModelError, RequestError
 
 #: Seconds of processor time for all renderings together.
-LIMIT_S = 5.0
+LIMIT_S = 2.0
 #: Bytes of address space.
-MAX_NBYTES = 2 * 2**30
+MAX_NBYTES = 2**30
 MAX_TEXT_CHARS = 2**16
 #: What the model says in the chat whose end is looked at.
 ANSWER = "hybridserve-answer-7c1e"

@@ -96,7 +96,9 @@ def _print_table(report: "Report", code: int) -> None:
     console = Console()
     console.print(table)
     for line in _last_lines(report, code):
-        console.print(line, style=_COLOURS["PASS" if code == 0 else "WARN" if code == 1 else "FAIL"], markup=False)
+        console.print(
+            line, style=_COLOURS["PASS" if code == 0 else "WARN" if code == 1 else "FAIL"], markup=False, highlight=False
+        )
 
 
 def _print_lines(report: "Report", code: int) -> None:

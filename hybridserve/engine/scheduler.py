@@ -92,6 +92,7 @@ class Scheduler:
         # Set when memory did not suffice for the head of the queue: trying again is in vain until something is given back.
         self._is_blocked = False
         self._failed: list[Ended] = []
+        self._prefilling: dict[tuple[str, bytes], dict[int, Running]] = {}  # running requests by how they start
         self._seated: list[int] = []
 
     @property
@@ -170,14 +171,27 @@ class Scheduler:
         """Free seats for good. With `keep` their text and states stay as cache entries."""
         left = []
         for seat in seats:
-            self._coordinator.release(seat, int(self.seats.num_computed[seat]), keep=keep)
-            running = self.seats.give_back(seat)
+            running = self._give_back(seat, keep=keep)
             self._forget(running)
             left.append(running)
         if left:
             self._order = self._order[~np.isin(self._order, seats)]
             self._is_blocked = False
         return left
+
+    def _give_back(self, seat: int, *, keep: bool) -> Running:
+        self._coordinator.release(seat, int(self.seats.num_computed[seat]), keep=keep)
+        running = self.seats.give_back(seat)
+        start = self._start_of(running)
+        del self._prefilling[start][seat]
+        if not self._prefilling[start]:
+            del self._prefilling[start]
+        return running
+
+    @staticmethod
+    def _start_of(running: Running) -> tuple[str, bytes]:
+        """What two requests must have in common before it is worth comparing them."""
+        return running.request.cache.salt, running.prompt[:_MIN_SHARED].tobytes()
 
     def _forget(self, running: Running) -> None:
         del self._by_id[running.request.request_id]
@@ -226,8 +240,7 @@ class Scheduler:
     def _preempt_youngest(self, preempted: list[int]) -> None:
         candidates = self._order[~np.isin(self._order, preempted)]
         victim = int(candidates[np.argmax(self.seats.arrival[candidates])])
-        self._coordinator.release(victim, int(self.seats.num_computed[victim]), keep=True)
-        running = self.seats.give_back(victim)
+        running = self._give_back(victim, keep=True)
         preempted.append(victim)
         self.counters.num_preemptions += 1
         self._is_blocked = True
@@ -295,11 +308,9 @@ class Scheduler:
         request, tokens = running.request, running.known_tokens
         if request.sampling.prompt_logprobs is not None or running.awaits is not None:
             return False  # waiting once is enough: what it waited for may have been evicted again
-        prefilling = [int(s) for s in self._order if self.seats.num_computed[s] < self.seats.num_prompt[s]] + self._seated
-        for seat in prefilling:
-            other = self.seats.running[seat]
-            assert other is not None, f"seat {seat} computes and is empty"
-            if other.request.cache.salt != request.cache.salt:
+        for other in self._prefilling.get(self._start_of(running), {}).values():
+            seat = other.seat
+            if seat is None or self.seats.num_computed[seat] >= self.seats.num_prompt[seat]:
                 continue
             length = min(len(tokens) - 1, int(self.seats.num_tokens[seat]))
             different = np.flatnonzero(tokens[:length] != self.seats.tokens[seat, :length])
@@ -331,6 +342,7 @@ class Scheduler:
             return None
         self.seats.num_computed[seat] = start
         self._seated.append(seat)
+        self._prefilling.setdefault(self._start_of(running), {})[seat] = running
         if running.explanation is None:
             self._explain(running, match)
         return count

@@ -4,6 +4,7 @@ Owns the token table and the per-seat numbers. Written by `scheduler.py` alone; 
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +33,15 @@ class Running:
     awaits: "Awaited | None" = None  # a running request that computes a prefix of this one
     was_announced: bool = False  # whether the first output, with cached tokens and explanation, was sent
 
+    @cached_property
+    def prompt(self) -> NDArray[np.int32]:
+        """The prompt as an array, made once."""
+        return np.array(self.request.prompt_token_ids, np.int32)
+
     @property
     def known_tokens(self) -> NDArray[np.int32]:
         """Prompt and output so far, of a request that has no seat."""
-        return np.array(self.request.prompt_token_ids + self.output, np.int32)
+        return np.concatenate([self.prompt, np.array(self.output, np.int32)]) if self.output else self.prompt
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ class KVCacheCoordinator:
         """A slot of every state group, or none at all."""
         slots: list[int] = []
         for group in self.plan.states:
-            slot = self._take(group, None)
+            slot = self._take(group)
             if slot is None:
                 self._give_back(self.plan.states, slots)
                 return None
@@ -223,10 +223,10 @@ class KVCacheCoordinator:
     def _take_copies(self, seat: int, record: _Seat) -> bool:
         """Blocks of its own for the unit that matched in part, to be filled by a copy before the pass."""
         for group_index, source in record.sources:
-            target = self._take_block(seat, record, self.plan.groups[group_index])
-            if target is None:
+            group, at = self.plan.groups[group_index], record.num_blocks[group_index]
+            if not self._extend(seat, group, (at + 1) * group.block_size):
                 return False
-            self._copies.append(BlockCopy(group_index, source, target))
+            self._copies.append(BlockCopy(group_index, source, int(self._tables[group_index][seat, at])))
         return True
 
     def _reserve_prompt(self, seat: int, num_prompt: int) -> bool:
@@ -243,28 +243,26 @@ class KVCacheCoordinator:
         return True
 
     def _extend(self, seat: int, group: GroupPlan, num_tokens: int) -> bool:
-        record = self._seats[seat]
-        while record.num_blocks[group.index] * group.block_size < num_tokens:
-            if self._take_block(seat, record, group) is None:
+        """Blocks of one group for the seat's first `num_tokens` tokens; False when memory is out (what was got is kept)."""
+        record, pool, table = self._seats[seat], self._pools[group.index], self._tables[group.index]
+        length = record.num_blocks[group.index]
+        wanted = -(-num_tokens // group.block_size)
+        while length < wanted:
+            near = int(table[seat, length - 1]) if length > record.first_block[group.index] else None
+            blocks = pool.take_many(wanted - length, near)
+            if not blocks and not self._cache.make_room(group):
                 return False
+            table[seat, length : length + len(blocks)] = blocks
+            length += len(blocks)
+            record.num_blocks[group.index] = length
         return True
 
-    def _take_block(self, seat: int, record: _Seat, group: GroupPlan) -> int | None:
-        """One more block at the end of the seat's row."""
-        table, length = self._tables[group.index], record.num_blocks[group.index]
-        near = int(table[seat, length - 1]) if length > record.first_block[group.index] else None
-        block = self._take(group, near)
-        if block is not None:
-            table[seat, length] = block
-            record.num_blocks[group.index] = length + 1
-        return block
-
-    def _take(self, group: GroupPlan, near: int | None) -> int | None:
+    def _take(self, group: GroupPlan) -> int | None:
         """A page of the group, if need be by evicting; None when nothing more can be evicted."""
         pool = self._pools[group.index]
-        page = pool.take(near)
+        page = pool.take()
         while page is None and self._cache.make_room(group):
-            page = pool.take(near)
+            page = pool.take()
         return page
 
     def _give_back(self, groups: Sequence[GroupPlan], pages: Sequence[int]) -> None:
@@ -281,11 +279,27 @@ class KVCacheCoordinator:
         ends = starts + counts
         rows = np.cumsum(counts)
         longest = -(-int(ends.max()) // self.plan.block_size)
-        last_rows = rows - 1
-        own = {index: slots[seats].copy() for index, slots in self._own.items()}
+        writes = {index: slots[seats] for index, slots in self._own.items()}
+        write_rows = rows - 1
+        due = np.flatnonzero(self._next_wanted[seats] <= ends)
+        if len(due):
+            write_rows, writes = self._with_checkpoints(due, seats, ends, rows, writes)
+        copies, self._copies = tuple(self._copies), []
+        return StepMemory(
+            block_tables={index: table[seats, :longest] for index, table in self._tables.items()},
+            start_slots={index: slots[seats] for index, slots in self._start.items()},
+            write_rows=write_rows,
+            write_slots=writes,
+            copies=copies,
+        )
+
+    def _with_checkpoints(
+        self, due: Ints, seats: Ints, ends: Ints, rows: Ints, own: dict[int, Ints]
+    ) -> tuple[Ints, dict[int, Ints]]:
+        """The writes of running states, with those of the checkpoints that the sequences `due` reach."""
         extra_rows: list[int] = []
         extra_slots: list[list[int]] = []
-        for at in np.flatnonzero(self._next_wanted[seats] <= ends):
+        for at in due.tolist():
             for position, slots in self._start_checkpoints(int(seats[at]), int(ends[at])):
                 if position == ends[at]:
                     # The running state is this checkpoint: the next pass starts from it, no second write.
@@ -294,20 +308,13 @@ class KVCacheCoordinator:
                 else:
                     extra_rows.append(int(rows[at] - (ends[at] - position) - 1))
                     extra_slots.append(slots)
-        write_rows = np.concatenate([last_rows, np.array(extra_rows, np.int64)])
-        order = np.argsort(write_rows, kind="stable") if extra_rows else slice(None)
+        write_rows = np.concatenate([rows - 1, np.array(extra_rows, np.int64)])
+        order = np.argsort(write_rows, kind="stable")
         writes = {
             group.index: np.concatenate([own[group.index], np.array([s[i] for s in extra_slots], np.int64)])[order]
             for i, group in enumerate(self.plan.states)
         }
-        copies, self._copies = tuple(self._copies), []
-        return StepMemory(
-            block_tables={index: table[seats, :longest] for index, table in self._tables.items()},
-            start_slots={index: slots[seats] for index, slots in self._start.items()},
-            write_rows=write_rows[order],
-            write_slots=writes,
-            copies=copies,
-        )
+        return write_rows[order], writes
 
     def _start_checkpoints(self, seat: int, end: int) -> list[tuple[int, list[int]]]:
         """Slots for the checkpoints that a pass up to token `end` of this seat reaches."""
@@ -443,14 +450,14 @@ class KVCacheCoordinator:
         """Give back all that a seat holds."""
         record = self._seats.pop(seat)
         self._return_borrowed(record)
-        targets = {(copy.group, copy.target) for copy in self._copies}
         for group in self.plan.paged:
-            table, pool = self._tables[group.index], self._pools[group.index]
-            for unit in range(record.first_block.get(group.index, 0), record.num_blocks.get(group.index, 0)):
-                block = int(table[seat, unit])
-                if (group.index, block) in targets:
-                    self._copies = [copy for copy in self._copies if (copy.group, copy.target) != (group.index, block)]
-                pool.release(block)
+            first, end = record.first_block[group.index], record.num_blocks[group.index]
+            blocks = self._tables[group.index][seat, first:end].tolist()
+            if self._copies:
+                self._copies = [copy for copy in self._copies if copy.group != group.index or copy.target not in blocks]
+            release = self._pools[group.index].release
+            for block in blocks:
+                release(block)
         for group in self.plan.states:
             slot = int(self._own[group.index][seat])
             if slot != NO_SLOT:

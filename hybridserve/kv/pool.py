@@ -34,6 +34,28 @@ class PagePool:
     def has_free(self) -> bool:
         return bool(self._partial)
 
+    def take_many(self, count: int, near: int | None = None) -> list[int]:
+        """Up to `count` free pages with one reference each, starting in the superpage of page `near`."""
+        taken: list[int] = []
+        while len(taken) < count:
+            page = self.take(near)
+            if page is None:
+                break
+            superpage = page // self._per_superpage
+            rest = self._free[superpage]
+            more = rest[max(0, len(rest) - (count - len(taken) - 1)) :][::-1]
+            if more:
+                del rest[len(rest) - len(more) :]
+                if not rest:
+                    del self._partial[superpage]
+                for one in more:
+                    self._refs[one] = 1
+                self._num_live_in[superpage] += len(more)
+                self.num_live += len(more)
+            taken.append(page)
+            taken += more
+        return taken
+
     def take(self, near: int | None = None) -> int | None:
         """A free page with one reference, in the superpage of page `near` if it has room; None when the arena has none left."""
         superpage = near // self._per_superpage if near is not None else None

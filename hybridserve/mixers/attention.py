@@ -102,27 +102,31 @@ class Attention(Mixer):
     def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
         """Mix rows. x: [T, D]. Returns [T, D]."""
         cache = caches["kv"]
-        table = batch.paged[cache.group]
         q, gate = self._query_and_gate(x)
         k = self._heads(self.k_proj(x), self.k_norm)
         v = torch.unflatten(self.v_proj(x), -1, (-1, self.config.head_dim))
         if self.rotary is not None:
             self.rotary(q, k, batch)
-        self.ops.kv_write({"k": k, "v": v}, cache.tensors, table)
-        y = self.ops.paged_attention(
+        self.ops.kv_write({"k": k, "v": v}, cache.tensors, batch.paged[cache.group])
+        y = self.attend(q, x, batch, caches)
+        if gate is not None:
+            y = y * gate.sigmoid()
+        return self.o_proj(y.flatten(-2))
+
+    def attend(self, q: Tensor, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
+        """What queries find among the cached tokens, the rows' own included. q: [T, Hq, K]; x: [T, D]. Returns [T, Hq, K]."""
+        cache = caches["kv"]
+        return self.ops.paged_attention(
             q,
             cache.tensors["k"],
             cache.tensors["v"],
             batch,
-            table,
+            batch.paged[cache.group],
             scale=self.scale,
             window=self.config.window,
             softcap=self.config.softcap,
             sinks=self.sinks,
         )
-        if gate is not None:
-            y = y * gate.sigmoid()
-        return self.o_proj(y.flatten(-2))
 
     def _query_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Normed queries [T, Hq, K] and the output gate's logits, if any: [T, Hq, K] or [T, Hq, 1]. x: [T, D]."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridserve.backends.ops import Ops
-from hybridserve.batch import Batch, Cache, LayerCaches, PagedTable
+from hybridserve.batch import Batch, LayerCaches
 from hybridserve.errors import UnsupportedModelError
 from hybridserve.kv.spec import PagedSpec, Spec, TensorSpec
 from hybridserve.mixers.base import Mixer, MixerConfig, dtype_name, mixers
@@ -84,12 +84,19 @@ class MLA(Mixer):
 
     def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
         """Mix rows. x: [T, D]. Returns [T, D]."""
+        query_row = self.query_row(x)
+        q = self.write(x, query_row, batch, caches)
+        return self.output(self.attend(q, x, query_row, batch, caches), x)
+
+    def attend(self, q: Tensor, x: Tensor, query_row: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
+        """What queries find among the cached tokens, the rows' own included. q: [T, H, R + P]; x: [T, D]; query_row: see there.
+
+        Returns [T, H, R].
+        """
         cache = caches["kv"]
-        table = batch.paged[cache.group]
-        q = self.write(x, self.query_row(x), batch, cache, table)
         entries = cache.tensors["latent"].unsqueeze(2)
-        y = self.ops.paged_attention(q, entries, entries[..., : self.config.kv_rank], batch, table, scale=self.scale)
-        return self.output(y, x)
+        values = entries[..., : self.config.kv_rank]
+        return self.ops.paged_attention(q, entries, values, batch, batch.paged[cache.group], scale=self.scale)
 
     def query_row(self, x: Tensor) -> Tensor:
         """What queries are projected from: the normed low-rank row, or x itself. x: [T, D]. Returns [T, q_rank or D]."""
@@ -97,7 +104,7 @@ class MLA(Mixer):
             return x
         return self.q_a_layernorm(self.q_a_proj(x))
 
-    def write(self, x: Tensor, query_row: Tensor, batch: Batch, cache: Cache, table: PagedTable) -> Tensor:
+    def write(self, x: Tensor, query_row: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
         """Store the rows' entries and make their queries. x: [T, D]; query_row: [T, q_rank or D].
 
         Returns [T, H, R + P]: queries in the space of the entries.
@@ -113,7 +120,8 @@ class MLA(Mixer):
         entry[..., : config.kv_rank] = self.kv_a_layernorm(entry[..., : config.kv_rank])
         if self.rotary is not None:
             self.rotary(absorbed[..., config.kv_rank :], entry[:, None, config.kv_rank :], batch)
-        self.ops.kv_write({"latent": entry}, cache.tensors, table)
+        cache = caches["kv"]
+        self.ops.kv_write({"latent": entry}, cache.tensors, batch.paged[cache.group])
         return absorbed
 
     def output(self, y: Tensor, x: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""Root-mean-square norms, plain and gated: a weight and the operation chosen at load.
+"""Norms: root-mean-square, plain and gated, by the operation chosen at load, and with the mean taken off.
 
 Owns the parameter (`weight`) and the options that tell published norms apart. Must not know where a norm stands in a
 layer. Called by mixers and models.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridserve.backends.ops import Activation, Ops
@@ -24,6 +25,20 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D]. Returns [..., D] in x's dtype."""
         return self._rms_norm(x, self.weight, self.eps, zero_centred=self.zero_centred)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / std * weight + bias over the last dimension, as torch computes it."""
+
+    def __init__(self, dim: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = empty_parameter(dim, dtype=dtype)
+        self.bias = empty_parameter(dim, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., D]. Returns [..., D] in x's dtype."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class GatedRMSNorm(nn.Module):

@@ -221,12 +221,20 @@ class Rotary:
 
     def __call__(self, q: Tensor, k: Tensor, batch: Batch) -> None:
         """Rotate in place. q: [T, Hq, D]; k: [T, Hk, D]; the first R of D turn by `batch.positions`."""
-        key = (self.config, q.dtype)
+        self.turn(q, batch)
+        self.turn(k, batch)
+
+    def turn(self, x: Tensor, batch: Batch) -> None:
+        """Rotate one of them in place. x: [T, H, D]; the first R of D turn by `batch.positions`."""
+        key = (self.config, x.dtype)
         angles = batch.derived.get(key)
         if angles is None:
-            angles = batch.derived[key] = self.angles(batch.positions, q.dtype)
-        self._rotate(q, *angles)
-        self._rotate(k, *angles)
+            angles = batch.derived[key] = self.angles(batch.positions, x.dtype)
+        self._rotate(x, *angles)
+
+    def turn_at(self, x: Tensor, positions: Tensor) -> None:
+        """Rotate in place at positions of their own. x: [R, H, D]; positions: [R]."""
+        self._rotate(x, *self.angles(positions, x.dtype))
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine of every rotated element. positions: [T]. Returns two of [T, 1, R] in `dtype`.

@@ -1,7 +1,7 @@
 """LFM2 and LFM2.5 (dense): short convolutions and attention. Source: published `Lfm2ForCausalLM`.
 
-Owns how its config is read and its weights are named. Called through the table of architectures. The final norm is called
-`embedding_norm` on disk.
+Owns how its config is read and its weights are named. Called through the table of architectures; `lfm2_moe.py` and `lfm3.py`
+use the parts that they share. The final norm is called `embedding_norm` on disk.
 """
 
 import torch
@@ -19,21 +19,22 @@ from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
 from hybridserve.models.rope import read_rotary
 from hybridserve.models.weights import DEPTHWISE, Rule, Spelling, WeightMap
 
-WEIGHTS = WeightMap(
-    renames=(
-        (r"\.mixers\.attention\.mixer\.", ".self_attn."),
-        (r"\.self_attn\.o_proj\.", ".self_attn.out_proj."),
-        (r"\.self_attn\.([qk])_norm\.", r".self_attn.\1_layernorm."),
-        (r"\.mixers\.short_conv\.mixer\.", ".conv."),
-        (r"(layers\.\d+)\.norm\.", r"\1.operator_norm."),
-        (r"\.mlp_norm\.", ".ffn_norm."),
-        (r"\.mlp\.down\.", ".feed_forward.w2."),
-        (r"^norm\.", "embedding_norm."),
-    ),
-    rules=(
-        Rule(r"(.*\.conv\.conv)\.weight", (Spelling((r"\1.weight",), DEPTHWISE),)),
-        Rule(r"(.*)\.mlp\.gate_up\.weight", (Spelling((r"\1.feed_forward.w1.weight", r"\1.feed_forward.w3.weight")),)),
-    ),
+RENAMES = (
+    (r"\.mixers\.attention\.mixer\.", ".self_attn."),
+    (r"\.mixers\.short_conv\.mixer\.", ".conv."),
+    (r"(layers\.\d+)\.norm\.", r"\1.operator_norm."),
+    (r"\.mlp_norm\.", ".ffn_norm."),
+    (r"\.mlp\.down\.", ".feed_forward.w2."),
+    (r"^norm\.", "embedding_norm."),
+)
+#: Names that LFM3 has given up.
+ATTENTION_RENAMES = (
+    (r"\.self_attn\.o_proj\.", ".self_attn.out_proj."),
+    (r"\.self_attn\.([qk])_norm\.", r".self_attn.\1_layernorm."),
+)
+RULES = (
+    Rule(r"(.*\.conv\.conv)\.weight", (Spelling((r"\1.weight",), DEPTHWISE),)),
+    Rule(r"(.*)\.mlp\.gate_up\.weight", (Spelling((r"\1.feed_forward.w1.weight", r"\1.feed_forward.w3.weight")),)),
 )
 #: Written by the training code; initialisation, and shapes that the other keys already give.
 _UNUSED_KEYS = (
@@ -71,10 +72,7 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     config.expect("use_pos_enc", True)
     info = read_info(config)
     eps, width = config.read("norm_eps", float), read_width(config)
-    attention = _read_attention(config, info.max_positions)
-    conv = ShortConvConfig(
-        hidden_size=info.hidden_size, width=config.read_size("conv_L_cache", 3), bias=config.read("conv_bias", bool, False)
-    )
+    attention, conv = read_attention(config, info.max_positions), read_conv(config, 3)
 
     def make_mixer(kind: str) -> Mixer:
         return mixers["short_conv"](conv, ops, dtype) if kind == "conv" else mixers["attention"](attention, ops, dtype)
@@ -86,12 +84,26 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
         DecoderLayer([Branch(make_mixer(kind))], make_norm(), SwiGLU(info.hidden_size, width, ops, dtype), make_norm())
         for kind in read_kinds(config)
     ]
-    tied = config.read("tie_word_embeddings", bool, True)
-    tied = config.read("tie_embedding", bool, tied)
-    return CausalLM(info, layers, make_norm(), ops, dtype, tied=tied, weight_map=WEIGHTS)
+    weight_map = WeightMap((*RENAMES, *ATTENTION_RENAMES), RULES)
+    return CausalLM(info, layers, make_norm(), ops, dtype, tied=read_tied(config), weight_map=weight_map)
 
 
-def _read_attention(config: ConfigReader, max_positions: int) -> AttentionConfig:
+def read_tied(config: ConfigReader) -> bool:
+    """Whether the head is the embedding, in either spelling."""
+    return config.read("tie_embedding", bool, config.read("tie_word_embeddings", bool, True))
+
+
+def read_conv(config: ConfigReader, default_width: int) -> ShortConvConfig:
+    """The short convolution that the family shares."""
+    return ShortConvConfig(
+        hidden_size=config.read_size("hidden_size"),
+        width=config.read_size("conv_L_cache", default_width),
+        bias=config.read("conv_bias", bool, False),
+    )
+
+
+def read_attention(config: ConfigReader, max_positions: int) -> AttentionConfig:
+    """The attention of LFM2, dense and with experts."""
     hidden, num_heads = config.read_size("hidden_size"), config.read_size("num_attention_heads")
     head_dim = config.read_size("head_dim", max(1, hidden // num_heads))
     return AttentionConfig(

@@ -75,7 +75,9 @@ def _read_index(path: Path) -> dict[str, str]:
         raise WeightsError(f"{path.name} has no weight_map of tensor names to file names; {_AGAIN}")
     for file in names.values():
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise UnsafeContentError(f"{path.name} names {file!r:.200}, which is not a safetensors file of its own folder")
+            raise UnsafeContentError(
+                f"{path.name} names {file!r:.200}, which is not a safetensors file of its own folder; {_AGAIN}"
+            )
     return names
 
 

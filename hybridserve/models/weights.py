@@ -5,6 +5,7 @@ and every tensor on disk is used whole. Must not know files or architectures: th
 `loader.py`; the maps themselves are written in the files of the architectures.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -98,7 +99,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """One way to find a parameter on disk: `names`, each an equal share of its rows, in order.
+    """One way to find a parameter on disk: `names`, each an equal share of its rows, in order, or as many as `rows` says.
 
     With `per_expert` the first dimension counts experts, each of which has its own tensors; a name then holds `{expert}`.
     Names may refer to groups of the rule's pattern (`\\1`).
@@ -107,6 +108,7 @@ class Spelling:
     names: tuple[str, ...]
     layout: Layout = SAME
     per_expert: bool = False
+    rows: Shape | None = None
 
     def pieces(self, parameter: str, shape: Shape, match: re.Match[str]) -> list[Piece]:
         """The tensors that fill `parameter`, of `shape`, between them."""
@@ -122,9 +124,12 @@ class Spelling:
     def _share(self, parameter: str, shape: Shape, names: Sequence[str], at: Index) -> list[Piece]:
         if len(names) == 1:
             return [Piece(names[0], parameter, at, shape, self.layout)]
-        rows = shape[0] // len(names)
-        part = (rows, *shape[1:])
-        return [Piece(name, parameter, (*at, slice(i * rows, (i + 1) * rows)), part, self.layout) for i, name in enumerate(names)]
+        counts = self.rows or (shape[0] // len(names),) * len(names)
+        ends = tuple(itertools.accumulate(counts))
+        return [
+            Piece(name, parameter, (*at, slice(end - count, end)), (count, *shape[1:]), self.layout)
+            for name, count, end in zip(names, counts, ends, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

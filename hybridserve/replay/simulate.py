@@ -1,7 +1,7 @@
 """The real scheduler and cache over a trace, on a virtual clock.
 
-Owns the virtual clock and the executor that is modelled: a pass takes what the roofline says, and chooses the tokens that the trace
-says were generated. Everything else is the code that serves. Called by `cli/replay.py` and benchmarks.
+Owns the virtual clock and the executor that is modelled: a pass takes what the roofline says, and chooses the tokens that the
+trace says were generated. Everything else is the code that serves. Called by `cli/replay.py` and benchmarks.
 """
 
 from collections.abc import Callable, Sequence

@@ -168,8 +168,8 @@ SYNTHETIC: Mapping[str, Generator] = {
 def load_trace(name: str, *, num_requests: int | None, seed: int) -> list[TraceRequest]:
     """A trace file's requests, or a synthetic trace's by name. Raises UsageError."""
     if name in SYNTHETIC:
-        found = sorted(SYNTHETIC[name](num_requests or 1000, random.Random(seed)), key=lambda request: request.arrival_s)
-        return found
+        made = SYNTHETIC[name](num_requests or 1000, random.Random(seed))
+        return sorted(made, key=lambda request: request.arrival_s)
     if not Path(name).is_file():
         raise UsageError(f"trace {name!r} is no file, and no synthetic trace; known: {', '.join(SYNTHETIC)}")
     return read_trace(name)[:num_requests]

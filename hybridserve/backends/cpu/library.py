@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridserve.backends.ops import Activation
+from hybridserve.errors import MissingDependencyError
 
 #: A C function: pointers, sizes, strides and scalars in, arrays written in place.
 Kernel: TypeAlias = Callable[..., None]
@@ -51,10 +52,13 @@ ACTIVATION_CODES: Mapping[Activation, int] = {
 
 
 class Library:
-    """A loaded library. `kernel(name)` gives a C function."""
+    """A loaded library. `kernel(name)` gives a C function. Raises MissingDependencyError if it is none."""
 
     def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise MissingDependencyError(f"the native kernels cannot be loaded: {error}; delete {path}") from error
 
     def kernel(self, name: str) -> Kernel:
         """The C function of that name, ready to be called with plain integers, floats and data pointers."""

@@ -51,6 +51,8 @@ class NativeNorms:
             return reference.gated_rms_norm(
                 x, gate, weight, eps, group_size=group_size, norm_first=norm_first, activation=activation
             )
+        if x.shape != gate.shape:
+            raise ValueError(f"x is {tuple(x.shape)} and its gate {tuple(gate.shape)}; they must have one shape")
         rows, x_outer, x_inner, outer, inner = _in_two(x)
         gates, gate_outer, gate_inner, _, _ = _in_two(gate)
         if weight is not None:

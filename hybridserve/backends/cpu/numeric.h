@@ -201,7 +201,7 @@ template <int N> static inline void sigmoid_lanes(vf *x) {
         y[i] = within(-87.0f, -x[i], 88.0f);
     exp_in_range<N>(y);
     for (int i = 0; i < N; i++)
-        x[i] = choose(x[i] == x[i], splat(1.0f) / (splat(1.0f) + y[i]), x[i]);
+        x[i] = choose(x[i] < splat(-88.0f), vf{}, choose(x[i] == x[i], splat(1.0f) / (splat(1.0f) + y[i]), x[i]));
 }
 static inline vf sigmoid_lanes(vf x) {
     sigmoid_lanes<1>(&x);

@@ -79,6 +79,10 @@ class NativeRecurrence:
         if per_channel:
             log_decay = dense_rows(log_decay)
         _, num_heads, value_size, key_size = state.shape
+        if v.shape[1:] != (num_heads, value_size) or not q.shape[2] == k.shape[2] == key_size:
+            raise ValueError(
+                f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit states {tuple(state.shape[1:])}"
+            )
         self._kernel(
             *(*heads(q), *heads(k), *heads(v), *heads(log_decay), per_channel),
             *((None, 0, 0, 0) if beta is None else heads(beta)),

@@ -9,7 +9,8 @@ import torch
 
 from hybridserve.backends.offer import Offer
 from hybridserve.backends.reference.attention import kv_write, paged_attention
-from hybridserve.backends.reference.conv import short_conv
+from hybridserve.backends.reference.conv import short_conv, trailing
+from hybridserve.backends.reference.indexed import index_select, selected_attention
 from hybridserve.backends.reference.linear import linear, moe, slow_at, widened_linear
 from hybridserve.backends.reference.norms import gated_rms_norm, rms_norm
 from hybridserve.backends.reference.recurrence import delta_rule, linear_scan
@@ -33,6 +34,9 @@ def offer(device: torch.device, dtype: torch.dtype) -> Offer:
             "gated_rms_norm": gated_rms_norm,
             "kv_write": kv_write,
             "paged_attention": paged_attention,
+            "index_select": index_select,
+            "selected_attention": selected_attention,
+            "trailing": trailing,
             "short_conv": short_conv,
             "delta_rule": delta_rule,
             "linear_scan": linear_scan,

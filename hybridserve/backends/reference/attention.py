@@ -78,20 +78,20 @@ def paged_attention(
     """
     scores = Scores(scale, window, softcap, sinks)
     out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
-    spans = list(_spans(batch, window))
+    spans = list(spans_of(batch, window))
     token_nbytes = (k_cache[0, 0].numel() + v_cache[0, 0].numel()) * q.element_size()
     for group in decode_groups([span for span in spans if span.num_rows == 1], token_nbytes):
         rows = torch.tensor([span.row for span in group], device=q.device)
         out[rows] = _attend_decode(q[rows], k_cache, v_cache, group, table, scores)
     for span in spans:
         if span.num_rows > 1:
-            k, v = (_gather(cache, [span], table, q.dtype)[0] for cache in (k_cache, v_cache))
+            k, v = (gather_entries(cache, [span], table, q.dtype)[0] for cache in (k_cache, v_cache))
             rows_here = slice(span.row, span.row + span.num_rows)
             _attend_rows(q[rows_here], k, v, span, scores, out[rows_here])
     return out
 
 
-def _spans(batch: Batch, window: int | None) -> Iterator[Span]:
+def spans_of(batch: Batch, window: int | None) -> Iterator[Span]:
     """The span of every sequence."""
     for sequence, end in enumerate(batch.kv_lens_host):
         row, row_end = batch.cu_seqlens_host[sequence : sequence + 2]
@@ -114,7 +114,7 @@ def decode_groups(spans: Sequence[Span], token_nbytes: int) -> Iterator[list[Spa
         yield group
 
 
-def _gather(cache: Tensor, spans: Sequence[Span], table: PagedTable, dtype: torch.dtype) -> Tensor:
+def gather_entries(cache: Tensor, spans: Sequence[Span], table: PagedTable, dtype: torch.dtype) -> Tensor:
     """Entries of the tokens of each span. cache: [B, block_size, Hk, D]. Returns [S, L, Hk, D], L that of the longest.
 
     Beyond a span's end its last token is repeated, so that nothing is read which nobody wrote.
@@ -131,7 +131,7 @@ def _attend_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, group: Sequence[Span], table: PagedTable, scores: Scores
 ) -> Tensor:
     """Rows of sequences with one row each. q: [S, Hq, K]; caches as in `paged_attention`. Returns [S, Hq, V]."""
-    k, v = (_gather(cache, group, table, q.dtype).transpose(1, 2) for cache in (k_cache, v_cache))  # [S, Hk, L, D]
+    k, v = (gather_entries(cache, group, table, q.dtype).transpose(1, 2) for cache in (k_cache, v_cache))  # [S, Hk, L, D]
     num_tokens = torch.tensor([span.num_tokens for span in group], device=q.device)
     seen = torch.arange(k.shape[2], device=q.device) < num_tokens[:, None]  # [S, L]
     # Query heads that share a key head are its rows: keys and values are not repeated.
@@ -158,7 +158,7 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, span: Span, scores: Scores, ou
         last = span.num_tokens - num_rows + stop  # tokens up to the last row's own, counted from span.first
         first = 0 if scores.window is None else max(0, last - (stop - start) + 1 - scores.window)
         seen = _seen(stop - start, last - first, scores.window, q.device)
-        out[start:stop] = _attend_part(q[start:stop], k[first:last], v[first:last], seen, scores)
+        out[start:stop] = attend_part(q[start:stop], k[first:last], v[first:last], seen, scores)
 
 
 def _needs_no_mask(q: Tensor, span: Span, scores: Scores) -> bool:
@@ -177,7 +177,7 @@ def _seen(num_rows: int, num_tokens: int, window: int | None, device: torch.devi
     return seen if window is None else seen & (tokens > own - window)
 
 
-def _attend_part(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scores: Scores) -> Tensor:
+def attend_part(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scores: Scores) -> Tensor:
     """Some rows of one sequence. q: [n, Hq, K]; k: [L, Hk, K]; v: [L, Hk, V]; seen: [n, L]. Returns [n, Hq, V]."""
     num_rows = len(q)
     grouped = q.reshape(num_rows, k.shape[1], -1, q.shape[-1]).permute(1, 2, 0, 3)  # [Hk, G, n, K]

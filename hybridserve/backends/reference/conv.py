@@ -1,6 +1,7 @@
-"""Short causal convolution in plain torch.
+"""Short causal convolution, and rows with the ones before them, in plain torch.
 
-Owns `short_conv` of the reference backend. Must not know layers. All sequences go in one pass, whatever their lengths.
+Owns `short_conv` and `trailing` of the reference backend. Must not know layers. All sequences go in one pass, whatever
+their lengths.
 """
 
 import torch
@@ -29,14 +30,7 @@ def short_conv(
     """
     width = weight.shape[1]
     past = width - 1
-    starts = batch.cu_seqlens.long()  # [S + 1]
-    rows = torch.arange(len(x), device=x.device)
-    place = _place(rows, starts, past)  # [T]
-    history = x.new_empty(len(x) + batch.num_sequences * past, x.shape[1])  # [T + S (W - 1), C]
-    history[place] = x
-    before = starts[:-1] + torch.arange(batch.num_sequences, device=x.device) * past  # [S]
-    history[before[:, None] + torch.arange(past, device=x.device)] = start_states(window, table).to(x.dtype)
-
+    history, place = _history(x, window, batch, table)
     wide = history.float()
     ends = len(history) - past  # taps run over all of the history; outputs across a border are not picked
     y = torch.zeros(ends, x.shape[1], dtype=torch.float32, device=x.device)
@@ -46,12 +40,36 @@ def short_conv(
     if bias is not None:
         y += bias.float()
 
-    last_inputs = _place(table.write_rows, starts, past)[:, None] + torch.arange(1 - past, 1, device=x.device)
-    write_states(window, table, history[last_inputs])
+    _keep_window(history, place, window, table)
     return ACTIVATIONS[activation](y).to(x.dtype)
 
 
-def _place(rows: Tensor, starts: Tensor, past: int) -> Tensor:
-    """Where rows of the batch lie in the history. rows: [R]; starts: [S + 1]. Returns int64 [R]."""
-    sequences = torch.bucketize(rows, starts[1:], right=True)
-    return rows + (sequences + 1) * past
+def trailing(x: Tensor, rows: Tensor, window: Tensor, batch: Batch, table: StateTable) -> Tensor:
+    """See `ops.Trailing`. x: [T, ...]; rows: [R]; window: [L, W - 1, ...], in place. Returns [R, W, ...]."""
+    past = window.shape[1]
+    history, place = _history(x, window, batch, table)
+    out = history[place[rows][:, None] + torch.arange(-past, 1, device=x.device)]
+    _keep_window(history, place, window, table)
+    return out
+
+
+def _history(x: Tensor, window: Tensor, batch: Batch, table: StateTable) -> tuple[Tensor, Tensor]:
+    """Rows with the window before each sequence's first: [T + S (W - 1), ...], and where in it each row lies: [T].
+
+    x: [T, ...]; window: [L, W - 1, ...].
+    """
+    past = window.shape[1]
+    starts = batch.cu_seqlens.long()  # [S + 1]
+    rows = torch.arange(len(x), device=x.device)
+    place = rows + (torch.bucketize(rows, starts[1:], right=True) + 1) * past
+    history = x.new_empty(len(x) + batch.num_sequences * past, *x.shape[1:])
+    history[place] = x
+    before = starts[:-1] + torch.arange(batch.num_sequences, device=x.device) * past  # [S]
+    history[before[:, None] + torch.arange(past, device=x.device)] = start_states(window, table).to(x.dtype)
+    return history, place
+
+
+def _keep_window(history: Tensor, place: Tensor, window: Tensor, table: StateTable) -> None:
+    """Store the last W - 1 rows up to each kept one. history, place: see `_history`; window: [L, W - 1, ...], in place."""
+    last = place[table.write_rows][:, None] + torch.arange(1 - window.shape[1], 1, device=place.device)
+    write_states(window, table, history[last])

@@ -1,0 +1,104 @@
+"""Tiny configs of the families with latent, indexed and delta attention, each of which forces every branch of its architecture.
+
+Owns their sizes and how the keys of their releases differ from what transformers saves. Used by `checkpoints.py`, which seeds,
+saves and re-spells them.
+"""
+
+from collections.abc import Callable, Mapping
+
+import transformers as tf
+
+from tests.tiny_models import ROPE, SIZES
+
+_LATENT = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "num_hidden_layers": 3,
+}  # fmt: skip
+_SIGMOID = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "intermediate_size": 48, "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+}  # fmt: skip
+
+
+def _deepseek_v3() -> tf.PreTrainedModel:
+    rope = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0,
+        "mscale_all_dim": 0.8, "beta_fast": 32.0, "beta_slow": 1.0,
+    }  # fmt: skip
+    groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+    config = tf.DeepseekV3Config(
+        **SIZES, **_LATENT, **_SIGMOID, **groups, q_lora_rank=24, attention_bias=True, rope_parameters=rope
+    )
+    return tf.DeepseekV3ForCausalLM(config)
+
+
+def _glm4_moe_lite() -> tf.PreTrainedModel:
+    config = tf.Glm4MoeLiteConfig(
+        **SIZES,
+        **_LATENT,
+        **_SIGMOID,
+        q_lora_rank=None,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        norm_topk_prob=False,
+        rope_interleave=False,
+        rope_parameters=ROPE,
+    )
+    return tf.Glm4MoeLiteForCausalLM(config)
+
+
+_KDA = {
+    "num_hidden_layers": 4, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+_KIMI_EXPERTS = {
+    "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "intermediate_size": 48, "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+}  # fmt: skip
+
+
+def _kimi_linear() -> tf.PreTrainedModel:
+    linear = {"linear_head_dim": 12, "linear_num_heads": 6, "linear_conv_kernel_dim": 3}
+    config = tf.KimiLinearConfig(**SIZES, **{**_LATENT, **_KDA}, **_KIMI_EXPERTS, **linear, q_lora_rank=None)
+    return tf.KimiLinearForCausalLM(config)
+
+
+def _bailing_moe_v3() -> tf.PreTrainedModel:
+    groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "layer_group_size": 3, "head_dim": 12}
+    config = tf.BailingHybridConfig(
+        **SIZES, **{**_LATENT, **_KDA}, **_KIMI_EXPERTS, **groups, q_lora_rank=24, kda_lower_bound=-3.0, rope_theta=1e4
+    )
+    return tf.BailingHybridForCausalLM(config)
+
+
+def _bailing_plain_gate() -> tf.PreTrainedModel:
+    sizes = {**SIZES, **_LATENT, **_KDA, **_KIMI_EXPERTS, "head_dim": 16, "n_group": 1, "topk_group": 1}
+    return tf.BailingHybridForCausalLM(tf.BailingHybridConfig(**sizes, q_lora_rank=None, kda_safe_gate=False))
+
+
+#: Makers by name.
+TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe_lite": _glm4_moe_lite,
+    "kimi_linear": _kimi_linear,
+    "bailing_moe_v3": _bailing_moe_v3,
+    "bailing_plain_gate": _bailing_plain_gate,
+}
+
+
+def released_config(config: dict[str, object]) -> dict[str, object]:
+    """The config in the keys of the release: layers counted from 1 and nested sizes (Kimi), Ling's one `head_dim`."""
+    old = dict(config)
+    if config["model_type"] == "kimi_linear":
+        kinds = old.pop("layer_types")
+        assert isinstance(kinds, list)
+        old["linear_attn_config"] = {
+            "full_attn_layers": [i + 1 for i, kind in enumerate(kinds) if kind == "full_attention"],
+            "kda_layers": [i + 1 for i, kind in enumerate(kinds) if kind == "linear_attention"],
+            "head_dim": old.pop("linear_head_dim"),
+            "num_heads": old.pop("linear_num_heads"),
+            "short_conv_kernel_size": old.pop("linear_conv_kernel_dim"),
+        }
+        old |= {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1, "num_nextn_predict_layers": 0}
+    if config["model_type"] == "bailing_hybrid":
+        old["head_dim"] = old.pop("linear_head_dim")
+        del old["linear_num_heads"], old["linear_conv_kernel_dim"], old["layer_types"]
+    return old

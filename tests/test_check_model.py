@@ -1,0 +1,599 @@
+"""`check-model`: released shapes get the figures of the literature and of the engine, broken inputs the right refusal."""
+
+import asyncio
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import huggingface_hub
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file
+
+import hybridserve
+from hybridserve.cli import main
+from hybridserve.config import EngineSettings, ServerSettings
+from hybridserve.engine.core import EngineCore
+from hybridserve.engine.text import Tokenizer
+from hybridserve.models import architectures
+from hybridserve.server.app import create_app
+from tests import checkpoints
+from tests.fake_engine import FakeEngine, Script, make_info
+from tests.releases import RELEASES, SERVED
+
+DEMO = Path(hybridserve.__file__).parent / "demo"
+#: The reference backend needs no compiler; memory is given, so that the machine of the tests does not matter.
+QUICK = ("--backend", "reference", "--device", "cpu")
+Report = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Report]]:
+    """Run the command with --json. Returns its exit code and the report."""
+
+    def run(model: Path | str, *arguments: str) -> tuple[int, Report]:
+        capsys.readouterr()
+        memory = () if "--memory" in arguments else ("--memory", "4TiB")
+        code = main(["check-model", str(model), *QUICK, *memory, *arguments, "--json"])
+        report = json.loads(capsys.readouterr().out)
+        assert report["exit_code"] == code
+        assert report["schema_version"] == 1
+        return code, report
+
+    return run
+
+
+def found(report: Report, prefix: str) -> list[Mapping[str, Any]]:
+    return [one for one in report["checks"] if one["id"] == prefix or one["id"].startswith(prefix + ".")]
+
+
+def only(report: Report, status: str) -> Mapping[str, Any]:
+    (one,) = (one for one in report["checks"] if one["status"] == status)
+    return one
+
+
+# --- released shapes ---
+
+
+def write_config(name: str, folder: Path, **more: object) -> Path:
+    release = RELEASES[name]
+    kind = getattr(tf, release.config)
+    config = kind(text_config=dict(release.text)) if release.is_wrapped else kind(**release.text)
+    config.save_pretrained(folder)
+    content = checkpoints.read_config(folder)
+    checkpoints.rewrite_config(folder, {**content, "architectures": [release.architecture], "dtype": "bfloat16", **more})
+    return folder / "config.json"
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_released_shapes_cost_what_the_literature_says(name: str, tmp_path: Path, check) -> None:
+    code, report = check(write_config(name, tmp_path))
+    release = RELEASES[name]
+    if code == 3:
+        refusal = only(report, "FAIL")
+        assert name not in SERVED, refusal
+        assert release.architecture in refusal["detail"]
+        assert refusal["fix"]
+        assert refusal["id"] == ("config" if release.architecture in architectures else "architecture")
+        assert {"layers", "memory"} <= set(report["not_checked"])
+        return
+    assert code == 0, [one for one in report["checks"] if one["status"] == "FAIL"]
+    memory = report["memory"]
+    if release.kv_nbytes is not None:
+        assert memory["kv_nbytes_per_token"] == release.kv_nbytes
+        assert memory["state_nbytes_per_sequence"] == release.state_nbytes
+    assert sum(run["num_layers"] for run in report["layers"]) >= 16
+    assert report["dtype"] == "bfloat16"
+
+
+def test_a_config_alone_is_laid_out_in_words(tmp_path: Path, check) -> None:
+    _, report = check(write_config("Qwen3.5-4B", tmp_path, tie_word_embeddings=True))
+    gated_delta, attention = report["layers"]
+    assert gated_delta["layers"].startswith("0-2,4-6,")
+    assert (gated_delta["num_layers"], attention["num_layers"], attention["kind"]) == (24, 8, "attention")
+    recurrent = next(cache for cache in gated_delta["caches"] if cache["name"] == "recurrent")
+    assert (sorted(recurrent["shape"]), recurrent["dtype"], recurrent["kind"]) == ([32, 128, 128], "float32", "state")
+    line = found(report, "layers")[0]["detail"]
+    assert "gated_delta" in line
+    assert "32x128x128 fp32" in line
+    assert report["memory"]["num_parameters"] == pytest.approx(4.2e9, rel=0.05)
+    assert found(report, "source")[0]["detail"].startswith("a config.json alone")
+    assert not found(report, "chat")
+    assert report["not_checked"] == []
+
+
+# --- the plan is the engine's ---
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "granite_moe", "falcon_h1", "lfm2", "llama"])
+def test_the_plan_is_what_the_engine_allocates(name: str, tmp_path: Path, check) -> None:
+    folder = checkpoints.save(checkpoints.make(name), tmp_path)
+    sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "block_size": 8, "max_model_len": 200}
+    arguments = [word for key, value in sizes.items() for word in ("--" + key.replace("_", "-"), str(value))]
+    _, report = check(folder, "--kv-cache-memory", "900KiB", *arguments)
+    info = EngineCore(EngineSettings(model=str(folder), device="cpu", kv_cache_memory=900 * 1024, **sizes)).info
+    memory = report["memory"]
+    assert memory["cache_nbytes"] == info.superpage_nbytes * info.num_superpages <= 900 * 1024
+    for field in (
+        *("num_parameters", "weights_nbytes", "kv_nbytes_per_token", "state_nbytes_per_sequence", "block_size", "match_unit"),
+        *("superpage_nbytes", "num_superpages", "padding_percent", "max_model_len", "users_at", "limit_at"),
+    ):
+        assert memory[field] == getattr(info, field), field
+    assert memory["groups"] == [{field: getattr(group, field) for field in group.__struct_fields__} for group in info.groups]
+    assert {kind: backends for kind, backends in info.backends.items() if not backends} == {}
+
+
+def test_limits_of_a_server_use_the_names_of_the_report(check) -> None:
+    tokenizer = Tokenizer.from_folder(DEMO)
+    app = create_app(
+        FakeEngine(make_info(tokenizer.vocab_size), lambda request: Script([1])), tokenizer, ServerSettings(), "fake"
+    )
+
+    async def ask() -> dict[str, Any]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return (await client.get("/v1/limits")).json()
+
+    limits = asyncio.run(ask())
+    _, report = check("demo")
+    assert set(limits["memory"]) <= set(report["memory"])
+    assert set(report["memory"]) - set(limits["memory"]) == {"memory_nbytes", "checkpoint_nbytes", "tokens_at"}
+    assert limits["memory"]["cache_nbytes"] == 32 * 2**16
+    assert limits["backends"] == {"attention": "reference: a fake"}
+
+
+@pytest.mark.parametrize(
+    ("memory", "length", "limit"),
+    [("141GB", "1024", "max_num_seqs"), ("30GiB", "262144", "paged_cache"), ("18GiB", "1024", "states")],
+)
+def test_the_limit_that_binds_is_named(memory: str, length: str, limit: str, tmp_path: Path, check) -> None:
+    config = write_config("Qwen3.5-9B", tmp_path)
+    code, report = check(config, "--memory", memory)
+    assert code == 0
+    figures = report["memory"]
+    length = length if length in figures["limit_at"] else str(figures["max_model_len"])
+    assert figures["limit_at"][length] == limit
+    assert figures["tokens_at"][length] == figures["users_at"][length] * int(length)
+    # One user more would not fit: by hand, from the natural sizes of one sequence.
+    if limit != "max_num_seqs":
+        one = int(length) * figures["kv_nbytes_per_token"] + figures["state_nbytes_per_sequence"]
+        assert (figures["users_at"][length] + 1) * one * 1.03 > figures["cache_nbytes"] - figures["superpage_nbytes"]
+        assert figures["users_at"][length] * one <= figures["cache_nbytes"]
+
+
+@pytest.mark.parametrize(("device", "code"), [("cuda:h200", 0), ("cuda:A100-40GB", 5), ("cuda:rtx4090", 5)])
+def test_a_device_that_is_not_here_is_planned_for(device: str, code: int, tmp_path: Path, capsys, check) -> None:
+    config = write_config("Qwen3.5-27B", tmp_path)
+    assert main(["check-model", str(config), "--device", device, "--json"]) == code
+    report = json.loads(capsys.readouterr().out)
+    assert report["device"] == device
+    assert found(report, "backends")[0]["detail"].startswith(f"chosen on {device} itself")
+    if code:
+        assert "weights" in only(report, "FAIL")["detail"]
+        assert report["memory"]["num_superpages"] == 0
+
+
+# --- broken inputs ---
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.save(checkpoints.make("granite_moe"), tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A good model with the demo's tokenizer and template, to be broken."""
+    target = tmp_path / "model"
+    shutil.copytree(saved, target)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(DEMO / name, target / name)
+    checkpoints.rewrite_config(target, {**checkpoints.read_config(target), "eos_token_id": None})
+    return target
+
+
+def set_config(**values: object) -> Callable[[Path], None]:
+    return lambda folder: checkpoints.rewrite_config(folder, {**checkpoints.read_config(folder), **values})
+
+
+def set_tensors(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+    return lambda folder: checkpoints.rewrite_tensors(folder, change(load_file(folder / "model.safetensors")))
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def lose_shard(folder: Path) -> None:
+    names = sorted(load_file(folder / "model.safetensors"))
+    write("model.safetensors.index.json", json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}))(
+        folder
+    )
+
+
+def point_elsewhere(folder: Path) -> None:
+    names = sorted(load_file(folder / "model.safetensors"))
+    write("model.safetensors.index.json", json.dumps({"weight_map": dict.fromkeys(names, "../model.safetensors")}))(folder)
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def rewrite_header(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def work(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        raw = path.read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+    return work
+
+
+def overlap(header: dict[str, Any]) -> None:
+    first, second = sorted((name for name in header if name != "__metadata__"), key=lambda n: header[n]["data_offsets"])[:2]
+    start, end = header[second]["data_offsets"]
+    assert header[first]["data_offsets"][1] == start
+    header[second]["data_offsets"] = [start - 4, end - 4]
+
+
+def huge_header(folder: Path) -> None:
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write((200 * 10**6).to_bytes(8, "little") + b"{")
+        file.truncate(300 * 10**6)
+
+
+def only_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def with_nan(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    name = "model.norm.weight"
+    tensors[name] = tensors[name].clone()
+    tensors[name][3] = float("nan")
+    return tensors
+
+
+def reshape(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**tensors, "model.norm.weight": torch.ones(63)}
+
+
+def without(name: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+
+
+def as_float8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**tensors, "model.norm.weight": tensors["model.norm.weight"].to(torch.float8_e4m3fn)}
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+LOOP = "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}"
+DOUBLE = "{% set ns = namespace(x='xxxxxxxx') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+ESCAPE = "{{ messages.__class__.__mro__[-1].__subclasses__() }}"
+
+#: What is wrong -> how it is made wrong, further flags, the exit code, the check that says so, and words of its message.
+BROKEN: Mapping[str, tuple[Callable[[Path], Any], tuple[str, ...], int, str, tuple[str, ...]]] = {
+    "no config": (remove("config.json"), (), 4, "source", ("no config.json", "downloaded")),
+    "config is no JSON": (write("config.json", "{"), (), 4, "source", ("config.json", "download the file again")),
+    "config is a list": (write("config.json", "[1]"), (), 4, "source", ("config.json", "list")),
+    "no architecture": (set_config(architectures=None), (), 3, "architecture", ("architectures is None",)),
+    "unknown architecture": (
+        set_config(architectures=["GraniteSwaForCausalLM"]), (), 3, "architecture",
+        ("'GraniteSwaForCausalLM'", "'GraniteMoeHybridForCausalLM'", "plug-in"),
+    ),
+    "code of its own": (
+        set_config(architectures=["MyForCausalLM"], auto_map={"AutoModelForCausalLM": "my.MyForCausalLM"}), (), 3, "architecture",
+        ("MyForCausalLM", "auto_map", "plug-in"),
+    ),
+    "a key that changes the mathematics": (
+        set_config(normalization_function="layernorm"), (), 3, "config",
+        ("normalization_function", "layernorm", "--ignore-config-keys"),
+    ),
+    "a key that nobody knows": (
+        set_config(attn_res_block_size=12), (), 3, "config", ("attn_res_block_size=12", "--ignore-config-keys"),
+    ),
+    "absurd size": (set_config(hidden_size=10**12), (), 3, "config", ("hidden_size", "1000000000000")),
+    "dtype unknown": (set_config(dtype="int4"), (), 3, "config", ("int4", "--dtype")),
+    "missing shard": (lose_shard, (), 4, "source.shards", ("model-00001-of-00002.safetensors", "missing", "Download all")),
+    "index points elsewhere": (point_elsewhere, (), 7, "source.shards", ("../model.safetensors",)),
+    "truncated": (truncate, (), 4, "source.shards", ("model.safetensors", "truncated", "download the file again")),
+    "overlapping offsets": (rewrite_header(overlap), (), 4, "source.shards", ("overlap", "download the file again")),
+    "header of 200 MB": (huge_header, (), 4, "source.shards", ("model.safetensors", "download the file again")),
+    "Git LFS pointer": (
+        write("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), (), 4, "source.shards", ("git lfs pull",),
+    ),
+    "no weights": (remove("model.safetensors"), (), 4, "source.shards", ("no *.safetensors", "download the weights")),
+    "wrong shape": (set_tensors(reshape), (), 4, "tensors", ("model.norm.weight", "[63]", "[64]", "same release")),
+    "extra tensor": (
+        set_tensors(lambda tensors: {**tensors, "model.ghost": torch.ones(2)}), (), 4, "tensors", ("model.ghost", "unexpected"),
+    ),
+    "missing tensor": (set_tensors(without("model.norm.weight")), (), 4, "tensors", ("model.norm.weight", "missing")),
+    "quantised": (set_tensors(as_float8), (), 4, "tensors", ("model.norm.weight", "F8_E4M3", "not quantised")),
+    "only a pickle": (only_pickle, (), 7, "content.pickles", ("pytorch_model.bin", "never read", "safetensors")),
+    "template loops": (write("chat_template.jinja", LOOP), (), 7, "content.template", ("sandbox", "do not serve")),
+    "template grows": (write("chat_template.jinja", DOUBLE), (), 7, "content.template", ("sandbox", "do not serve")),
+    "template breaks out": (write("chat_template.jinja", ESCAPE), (), 7, "content.template", ("sandbox", "unsafe")),
+    "template is none": (write("chat_template.jinja", "{% for %}"), (), 4, "content.template", ("not valid", "line 1")),
+    "tokenizer broken": (write("tokenizer.json", "{}"), (), 4, "chat.tokenizer", ("tokenizer.json", "fetch")),
+    "NaN weight": (set_tensors(with_nan), ("--deep",), 4, "tensors.values", ("model.norm.weight (1)", "download")),
+    "no room for one sequence": (
+        nothing, ("--kv-cache-memory", "200KiB", "--max-model-len", "400"), 5, "memory.cache",
+        ("400 tokens", "204,800", "--max-model-len"),
+    ),
+    "no room for a superpage": (nothing, ("--kv-cache-memory", "1KiB"), 5, "memory.cache", ("1,024", "--kv-cache-memory")),
+    "no room for the weights": (nothing, ("--memory", "100KiB"), 5, "memory.weights", ("100.00 KiB", "more memory")),
+    "caches beyond the memory": (
+        nothing, ("--memory", "10MiB", "--kv-cache-memory", "20MiB"), 5, "memory.cache", ("lower --kv-cache-memory",),
+    ),
+    "block size of none": (nothing, ("--block-size", "0"), 2, "usage", ("block_size",)),
+    "unknown device": (nothing, ("--device", "cuda:tpu"), 2, "target", ("cuda:tpu", "cuda:h200")),
+    "unknown size": (nothing, ("--memory", "much"), 2, "usage", ("'much'", "24GiB")),
+    "unknown backend": (nothing, ("--backend", "delta_rule=magic"), 2, "backends", ("magic", "reference")),
+    "plug-in that fails": (
+        write("plugin.py", "raise RuntimeError('boom')"), ("--plugin", "{}/plugin.py"), 6, "plugin", ("boom", "repair"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_inputs_are_refused_with_their_code_and_remedy(what: str, folder: Path, check, capsys) -> None:
+    break_it, arguments, code, name, words = BROKEN[what]
+    break_it(folder)
+    arguments = tuple(word.replace("{}", str(folder)) for word in arguments)
+    found_code, report = check(folder, *arguments)
+    failure = only(report, "FAIL")
+    assert (found_code, failure["id"]) == (code, name), failure
+    for word in words:
+        assert word in f"{failure['detail']} -> {failure['fix']}"
+    assert failure["fix"], failure
+    assert failure["exit_code"] == code
+    # The same in the lines for people.
+    if what in ("missing shard", "no room for one sequence", "unknown device"):
+        memory = () if "--memory" in arguments else ("--memory", "4TiB")
+        assert main(["check-model", str(folder), *QUICK, *memory, *arguments]) == code
+        printed = capsys.readouterr().out
+        assert f"FAIL {name}: {failure['detail']} -> {failure['fix']}" in printed.splitlines()
+        assert printed.rstrip().endswith(f"(exit {code})")
+
+
+@pytest.mark.parametrize("model", ["no/such/folder", "nowhere"])
+def test_what_is_not_there_is_a_usage_error(model: str, check) -> None:
+    code, report = check(model)
+    assert code == 2
+    assert model in only(report, "FAIL")["detail"]
+    assert "memory" in report["not_checked"]
+
+
+def test_a_config_of_another_model_under_a_known_name_is_refused(tmp_path: Path, check) -> None:
+    """Kimi-K3's text config says kimi_linear, but adds an activation, residual attention and an output gate."""
+    more = {"hidden_act": "situ", "attn_res_block_size": 12, "mla_use_output_gate": True, "num_hidden_layers": 93}
+    code, report = check(write_config("Kimi-Linear-48B-A3B", tmp_path, **more))
+    assert code == 3
+    refusal = only(report, "FAIL")
+    assert any(key in refusal["detail"] for key in (*more, "KimiLinearForCausalLM"))
+    assert refusal["fix"]
+
+
+def test_a_fault_of_the_check_itself_is_told_and_hides_nothing_else(folder: Path, check, monkeypatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("hybridserve.check.checker.check_numerics", fail)
+    code, report = check(folder)
+    assert code == 70
+    assert "ZeroDivisionError: oops" in only(report, "FAIL")["detail"]
+    assert found(report, "tensors")
+    assert found(report, "chat")
+
+
+def test_the_gravest_failure_decides_the_code(folder: Path, check) -> None:
+    set_tensors(reshape)(folder)
+    (folder / "chat_template.jinja").write_text(ESCAPE)
+    assert check(folder, "--memory", "100KiB")[0] == 7
+    (folder / "chat_template.jinja").write_text("")
+    assert check(folder, "--memory", "100KiB")[0] == 4
+
+
+# --- warnings ---
+
+
+@pytest.mark.parametrize(
+    ("break_it", "name", "words"),
+    [
+        (set_config(auto_map={"AutoConfig": "x.Y"}), "content.code", ("config.json", "auto_map", "ever run")),
+        (write("modeling_mine.py", "print()"), "content.code", ("modeling_mine.py", "ever run")),
+        (write("old.bin", "x"), "content.pickles", ("old.bin", "never read")),
+        (write("generation_config.json", '{"eos_token_id": 5}'), None, ()),
+        (remove("tokenizer.json"), "chat.tokenizer", ("tokenizer.json", "--tokenizer")),
+        (remove("chat_template.jinja"), "chat.template", ("no chat template", "completions")),
+        (write("chat_template.jinja", "{{ raise_exception('never') }}"), "chat.template", ("never",)),
+        (set_config(dtype="bfloat16"), "source.dtype", ("F32", "bfloat16", "--dtype")),
+    ],
+)
+def test_what_is_odd_is_a_warning_and_fails_only_when_strict(folder: Path, check, break_it, name, words) -> None:
+    # The tiny embedding has fewer rows than the demo's tokenizer has tokens, which is a warning of its own.
+    code, report = check(folder, "--strict")
+    before = {one["id"] for one in report["checks"] if one["status"] == "WARN"}
+    assert (code, before) == (1, {"chat.tokenizer"})
+    break_it(folder)
+    code, report = check(folder)
+    warnings = {one["id"]: one for one in report["checks"] if one["status"] == "WARN"}
+    assert code == 0
+    if name is not None:
+        assert all(word in f"{warnings[name]['detail']} {warnings[name]['fix']}" for word in words), warnings[name]
+
+
+def test_a_demo_without_a_flaw_passes_strictly(check) -> None:
+    code, report = check("demo", "--strict", "--deep")
+    assert code == 0, [one for one in report["checks"] if one["status"] != "PASS"]
+    assert {one["id"] for one in found(report, "features")} >= {"features.prefix_caching", "features.speculation"}
+    assert found(report, "backends.paged_attention")[0]["detail"].startswith("reference: ")
+
+
+def test_an_answer_that_would_not_stop_is_told(tmp_path: Path, check) -> None:
+    shutil.copytree(DEMO, tmp_path / "demo")
+    folder = tmp_path / "demo"
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "eos_token": "<|endoftext|>"}))
+    set_config(eos_token_id=None)(folder)
+    _, report = check(folder)
+    (stop,) = found(report, "chat.stop")
+    assert stop["status"] == "WARN"
+    assert "<|im_end|>" in stop["detail"]
+    assert "eos_token_id" in stop["fix"]
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("{{ tools }}<tool_call>{{ messages }}<think>", "hermes", "<think>"),
+        ("{{ tools }}<tool_call><function=x>{{ messages }}", "qwen3_coder", "no reasoning"),
+        ("{{ tools }}<|tool_call_start|>{{ messages }}", "lfm2", "no reasoning"),
+    ],
+)
+def test_the_formats_of_tools_and_reasoning_are_read_off_the_template(
+    template: str, tools: str, reasoning: str, tmp_path: Path, check
+) -> None:
+    shutil.copytree(DEMO, tmp_path / "demo")
+    (tmp_path / "demo" / "chat_template.jinja").write_text(template)
+    _, report = check(tmp_path / "demo")
+    assert tools in found(report, "chat.tools")[0]["detail"]
+    assert reasoning in found(report, "chat.reasoning")[0]["detail"]
+    assert "tools" in found(report, "chat.template")[0]["detail"].partition("; without")[0]
+
+
+# --- repositories ---
+
+
+def test_a_repository_is_checked_by_its_headers(tmp_path: Path, check, monkeypatch) -> None:
+    """Only the JSON files are fetched; weights are known by the headers that the hub gives."""
+    saved = checkpoints.save(checkpoints.make("qwen3"), tmp_path / "whole")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    shutil.copy(saved / "config.json", cache)
+    tensors = {
+        name: SimpleNamespace(dtype="F32", shape=list(t.shape), data_offsets=(0, t.nbytes))
+        for name, t in load_file(saved / "model.safetensors").items()
+    }
+
+    class Hub:
+        def model_info(self, repo_id: str, files_metadata: bool) -> SimpleNamespace:
+            names = {"config.json": 10, "model.safetensors": 1000, "pytorch_model.bin": 1000}
+            return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, size=size) for name, size in names.items()])
+
+        def get_safetensors_metadata(self, repo_id: str) -> SimpleNamespace:
+            return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=tensors)})
+
+    patterns: list[str] = []
+
+    def fetch(repo_id: str, allow_patterns: list[str]) -> str:
+        patterns.extend(allow_patterns)
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    code, report = check("owner/name", "--deep")
+    assert code == 0, report["checks"]
+    assert "*.safetensors" not in patterns
+    assert f"{len(tensors)} tensors fill all" in found(report, "tensors")[0]["detail"]
+    assert {one["id"] for one in report["checks"] if one["status"] == "WARN"} >= {"content.pickles", "tensors.values"}
+    del tensors["model.norm.weight"]
+    code, report = check("owner/name")
+    assert code == 4
+    assert "model.norm.weight" in only(report, "FAIL")["detail"]
+
+
+# --- trial ---
+
+
+@pytest.mark.parametrize("name", ["granite_moe", "falcon_h1"])
+def test_a_trial_compares_every_way_to_the_same_tokens(name: str, tmp_path: Path, check) -> None:
+    folder = checkpoints.save(checkpoints.make(name), tmp_path)
+    code, report = check(folder, "--run")
+    assert code == 0
+    trial = {one["id"]: one for one in found(report, "run")}
+    assert set(trial) == {"run", "run.batched", "run.cached", "run.resumed", "run.chunked"}
+    assert all(one["status"] == "PASS" for one in trial.values()), trial
+    assert "74 of 75" in trial["run.cached"]["detail"]
+
+
+def test_a_trial_of_a_config_alone_takes_random_weights(tmp_path: Path, check) -> None:
+    folder = checkpoints.save(checkpoints.make("lfm2"), tmp_path)
+    code, report = check(folder / "config.json", "--run", "--strict")
+    assert code == 0
+    assert "random weights" in found(report, "run")[0]["detail"]
+
+
+def test_a_trial_sees_an_answer_that_depends_on_how_it_was_computed(tmp_path: Path, check, monkeypatch) -> None:
+    """A runner that perturbs the logits of passes over several sequences, as an operation that mixes rows would."""
+    from hybridserve.engine.runner import PassResult, Runner
+
+    honest = Runner.run
+
+    def mixing(self: Runner, plan: Any, seats: Any) -> PassResult:
+        result = honest(self, plan, seats)
+        return result if len(plan.seats) == 1 else PassResult(result.logits.flip(-1), result.hidden)
+
+    monkeypatch.setattr(Runner, "run", mixing)
+    folder = checkpoints.save(checkpoints.make("lfm2"), tmp_path)
+    code, report = check(folder, "--run", "--strict")
+    assert code == 1
+    assert [one["id"] for one in found(report, "run") if one["status"] == "WARN"] == ["run.batched"]
+
+
+def test_a_trial_is_not_run_where_it_would_fail(tmp_path: Path, check) -> None:
+    config = write_config("Qwen3.5-397B-A17B", tmp_path)
+    code, report = check(config, "--memory", "24GiB", "--run")
+    assert code == 5
+    assert found(report, "run")[0]["detail"].startswith("not run")
+
+
+# --- printing ---
+
+
+def test_a_terminal_gets_a_table_with_colours(monkeypatch, capsys) -> None:
+    class Terminal:
+        def __init__(self) -> None:
+            self.text = ""
+            self.encoding = "utf-8"
+
+        def write(self, text: str) -> int:
+            self.text += text
+            return len(text)
+
+        def flush(self) -> None: ...
+
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["check-model", "demo", *QUICK, "--memory", "1GiB"]) == 0
+    monkeypatch.undo()
+    assert "\x1b[32mPASS" in terminal.text
+    assert "demo: it runs (exit 0)" in terminal.text

@@ -1,0 +1,364 @@
+"""What is particular to the native CPU backend: bits that do not depend on the batch, views, compilation and its refusals.
+
+Shapes are chosen around what kernels are built from: blocks of K of 1024, panels of 24 weight rows, tiles of 4 rows, segments of
+512 keys, chunks of 16 rows. That the operations compute the right thing is in `test_ops*.py`, for every backend.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridserve.backends.activations import ACTIVATIONS
+from hybridserve.backends.cpu import offer
+from hybridserve.backends.cpu.build import library_path
+from hybridserve.backends.cpu.library import Library
+from hybridserve.backends.cpu.linear import NativeLinear
+from hybridserve.backends.offer import Operation
+from hybridserve.batch import Batch, PagedTable, StateTable
+from hybridserve.config import user_cache_folder
+from hybridserve.errors import MissingDependencyError
+from hybridserve.kv.spec import PagedSpec, StateSpec, TensorSpec
+from tests.conformance import Rows, build_batch
+
+CPU = torch.device("cpu")
+OFFER = offer(CPU, torch.float32)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+compiled = pytest.mark.skipif(not OFFER.ops, reason=OFFER.reason)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def op(name: str) -> Operation:
+    return OFFER.ops[name]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def linear_kernel() -> NativeLinear:
+    """The kernel for any number of rows, whatever this processor would hand over to torch."""
+    return NativeLinear(Library(library_path(user_cache_folder())), bf16_hardware=False)
+
+
+# Linear: ragged in every way, with and without whole blocks.
+LINEAR_SIZES = [(1, 1), (25, 7), (70, 96), (24, 1024), (51, 1061), (3, 2100)]  # (out, in)
+
+
+@compiled
+@DTYPES
+@pytest.mark.parametrize(("size_out", "size_in"), LINEAR_SIZES)
+def test_linear_of_any_size_is_right(size_out: int, size_in: int, dtype: torch.dtype) -> None:
+    weight, bias = random(size_out, size_in, dtype=dtype), random(size_out, dtype=dtype, seed=1)
+    for rows in (1, 2, 3, 4, 9, 17, 300):
+        x = random(rows, size_in, dtype=dtype, seed=2)
+        exact = F.linear(x.double(), weight.double(), bias.double())
+        scale = (x.double().abs() @ weight.double().abs().T).max()
+        error = (linear_kernel()(x, weight, bias).double() - exact).abs().max()
+        assert error <= scale * (2e-7 if dtype == torch.float32 else 4e-3)
+
+
+@compiled
+@DTYPES
+@pytest.mark.parametrize(("size_out", "size_in"), LINEAR_SIZES)
+def test_linear_of_a_row_has_the_same_bits_in_any_batch(size_out: int, size_in: int, dtype: torch.dtype) -> None:
+    linear, weight = linear_kernel(), random(size_out, size_in, dtype=dtype)
+    x = random(300, size_in, dtype=dtype, seed=1)
+    single = torch.cat([linear(row[None], weight, None) for row in x])
+    for rows in (2, 3, 4, 5, 16, 17, 31, 257, 300):
+        assert torch.equal(linear(x[:rows], weight, None), single[:rows]), f"{rows} rows"
+
+
+@compiled
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_linear_takes_views_and_mixed_types(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    x = random(2, 5, 3, 90, dtype=x_dtype)[:, :, 1, 4:84]  # [2, 5, 80], rows far apart
+    weight = random(40, 200, dtype=weight_dtype, seed=1)[::2, 50:130]  # [20, 80]
+    y = linear_kernel()(x, weight, None)
+    assert y.dtype == x_dtype
+    assert y.shape == (2, 5, 20)
+    torch.testing.assert_close(y.double(), F.linear(x.double(), weight.double()), atol=0.05, rtol=1e-2)
+    transposed = random(80, 20, dtype=x_dtype, seed=2).T  # rows are not dense
+    expected = F.linear(transposed.double(), weight[:, :80].double())
+    torch.testing.assert_close(linear_kernel()(transposed, weight[:, :80], None).double(), expected, atol=0.05, rtol=1e-2)
+
+
+@compiled
+def test_linear_hands_over_what_it_does_not_read() -> None:
+    x, weight = random(3, 32), random(32, 8, seed=1).T  # columns of the weight are dense, rows are not
+    assert torch.equal(linear_kernel()(x, weight, None), F.linear(x, weight))
+    half = random(3, 32, dtype=torch.float16), random(8, 32, dtype=torch.float16, seed=1)
+    assert torch.equal(linear_kernel()(*half, None), F.linear(*half))
+
+
+@compiled
+def test_linear_beside_bf16_instructions_is_torch_beyond_four_rows() -> None:
+    linear = NativeLinear(Library(library_path(user_cache_folder())), bf16_hardware=True)
+    x, weight = random(5, 1500, dtype=torch.bfloat16), random(33, 1500, dtype=torch.bfloat16, seed=1)
+    assert torch.equal(linear(x, weight, None), F.linear(x, weight))
+    assert torch.equal(linear(x[:4], weight, None), linear_kernel()(x[:4], weight, None))
+
+
+@compiled
+def test_linear_refuses_rows_of_another_size() -> None:
+    with pytest.raises(ValueError, match=r"64 .* 32"):
+        linear_kernel()(random(2, 64), random(8, 32), None)
+
+
+# Bits that do not depend on threads, chunks and neighbours.
+
+
+@compiled
+@DTYPES
+def test_threads_change_no_bit(dtype: torch.dtype, threads: Callable[[int], None]) -> None:
+    x, weight = random(40, 1061, dtype=dtype), random(130, 1061, dtype=dtype, seed=1)
+    results = []
+    for count in (1, 2, 5):
+        threads(count)
+        results.append((linear_kernel()(x, weight, None), attend([Rows(1, context=2100)], dtype), *run_delta(20, (20,))))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def attend(
+    sequences: list[Rows], dtype: torch.dtype = torch.float32, *, window: int | None = None, nan_at: int | None = None
+) -> Tensor:
+    """Attention of the last rows of one text that all sequences share, whose blocks lie in reverse order. Returns [T, 6, 24]."""
+    tokens, heads, key_heads, dims = 2128, 6, 2, (40, 24)
+    blocks = tuple(range(tokens // 16))[::-1]
+    k_cache, v_cache = (random(len(blocks), 16, key_heads, dim, dtype=dtype, seed=dim) for dim in dims)
+    if nan_at is not None:
+        k_cache[blocks[nan_at // 16], nan_at % 16] = torch.nan
+    spec = PagedSpec((TensorSpec("k", (key_heads, dims[0]), "float32"),))
+    batch = build_batch([Rows(s.length, context=s.context, blocks=blocks) for s in sequences], [spec])
+    q = random(tokens, heads, dims[0], dtype=dtype, seed=1)[batch.positions]
+    y = op("paged_attention")(q, k_cache, v_cache, batch, batch.paged[0], scale=0.5, window=window, softcap=None, sinks=None)
+    assert y is not None
+    return y
+
+
+@compiled
+@DTYPES
+@pytest.mark.parametrize("window", [None, 7, 600])
+def test_attention_of_a_row_has_the_same_bits_in_decode_verify_and_prefill(dtype: torch.dtype, window: int | None) -> None:
+    whole = attend([Rows(1300)], dtype, window=window)
+    for position in (0, 3, 511, 512, 513, 1040, 1299):
+        alone = attend([Rows(1, context=position)], dtype, window=window)
+        assert torch.equal(alone[0], whole[position]), f"decode at {position}"
+    mixed = attend([Rows(5, context=508), Rows(1, context=77), Rows(300, context=1000)], dtype, window=window)
+    assert torch.equal(mixed, torch.cat((whole[508:513], whole[77:78], whole[1000:1300])))
+
+
+@compiled
+@pytest.mark.parametrize("at", [3, 700])
+def test_a_nan_key_shows_in_every_row_that_sees_it_and_in_no_other(at: int) -> None:
+    y = attend([Rows(1300)], nan_at=at)
+    assert y[at:].isnan().all()
+    assert torch.equal(y[:at], attend([Rows(at)]))
+
+
+def run_delta(rows: int, passes: tuple[int, ...], *, per_channel: bool = False, scan: bool = False) -> tuple[Tensor, Tensor]:
+    """A sequence in passes of given lengths. Returns y: [rows, 2, 19] and the states after: [2, 19, 40]."""
+    q, k = random(rows, 1, 40, seed=1), random(rows, 1, 40, seed=2)
+    v, log_decay = random(rows, 2, 19, seed=3), -random(rows, 2, 40, seed=4).abs()
+    log_decay = log_decay if per_channel else log_decay[..., 0]
+    beta, pool = random(rows, 2, seed=5).sigmoid(), random(3, 2, 19, 40)
+    outputs, done = [], 0
+    for length in passes:
+        here = slice(done, done + length)
+        batch, table = one_state_pass(Rows(length, start=1, writes=((length - 1, 1),)))
+        inputs = (q[here], k[here], v[here], log_decay[here])
+        if scan:
+            outputs.append(op("linear_scan")(*inputs, pool, batch, table))
+        else:
+            outputs.append(op("delta_rule")(*inputs, beta[here], pool, batch, table, scale=0.3, qk_l2norm=True))
+        done += length
+    return torch.cat([y for y in outputs if y is not None]), pool[1]
+
+
+def one_state_pass(rows: Rows) -> tuple[Batch, StateTable]:
+    batch = build_batch([rows], [StateSpec((TensorSpec("state", (1,), "float32"),))])
+    return batch, batch.states[0]
+
+
+@compiled
+@pytest.mark.parametrize("kind", [{}, {"per_channel": True}, {"scan": True}], ids=["delta", "per channel", "scan"])
+@pytest.mark.parametrize("passes", [(1,) * 50, (16, 34), (7, 1, 2, 40)], ids=str)
+def test_a_recurrence_has_the_same_bits_however_it_is_cut(passes: tuple[int, ...], kind: dict[str, bool]) -> None:
+    whole, cut = run_delta(50, (50,), **kind), run_delta(50, passes, **kind)
+    assert torch.equal(whole[0], cut[0])
+    assert torch.equal(whole[1], cut[1])
+
+
+def run_conv(passes: tuple[int, ...], dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
+    """A sequence in passes of given lengths. Returns y: [50, 300] and the window after: [width - 1, 300]."""
+    x, weight, bias = random(50, 300, dtype=dtype), random(300, width, dtype=dtype, seed=1), random(300, dtype=dtype, seed=2)
+    window = random(3, width - 1, 300, dtype=dtype, seed=3)
+    outputs, done = [], 0
+    for length in passes:
+        batch, table = one_state_pass(Rows(length, start=2, writes=((length - 1, 2),)))
+        y = op("short_conv")(x[done : done + length], weight, bias, window, batch, table, activation="silu")
+        outputs.append(y)
+        done += length
+    return torch.cat([y for y in outputs if y is not None]), window[2]
+
+
+@compiled
+@DTYPES
+@pytest.mark.parametrize("width", [1, 2, 4, 21])
+def test_a_convolution_has_the_same_bits_however_it_is_cut(width: int, dtype: torch.dtype) -> None:
+    whole = run_conv((50,), dtype, width)
+    for passes in ((1,) * 50, (2, 16, 17, 15), (49, 1)):
+        cut = run_conv(passes, dtype, width)
+        assert torch.equal(whole[0], cut[0])
+        assert torch.equal(whole[1], cut[1])
+
+
+@compiled
+def test_a_long_sequence_may_keep_a_state_where_it_started() -> None:
+    """The start slot is written by a later chunk of the same sequence, while the first may still read it."""
+    x, weight = random(40, 64), random(64, 4, seed=1)
+    pools = [random(3, 3, 64, seed=2) for _ in range(2)]
+    outputs = []
+    for pool, kept_in in zip(pools, (1, 2), strict=True):
+        batch, table = one_state_pass(Rows(40, start=1, writes=((0, kept_in), (20, kept_in), (39, kept_in))))
+        outputs.append(op("short_conv")(x, weight, None, pool, batch, table, activation="silu"))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(pools[0][1], x[37:])
+    assert torch.equal(pools[1][2], x[37:])
+
+
+@compiled
+@DTYPES
+def test_experts_of_a_row_give_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    x, gate_up, down = (
+        random(530, 50, dtype=dtype),
+        random(6, 2 * 37, 50, dtype=dtype, seed=1),
+        random(6, 50, 37, dtype=dtype, seed=2),
+    )
+    ids = random(530, 6, seed=3).argsort(1)[:, :2]  # not contiguous
+    weights = random(530, 2, seed=4)
+    whole = op("moe")(x, ids, weights, gate_up, down, activation="silu")
+    assert whole is not None
+    for row in (0, 17, 511, 512, 529):
+        here = slice(row, row + 1)
+        assert torch.equal(whole[here], op("moe")(x[here], ids[here], weights[here], gate_up, down, activation="silu"))
+
+
+@compiled
+@pytest.mark.parametrize("activation", ["silu", "sigmoid", "gelu", "gelu_tanh", "relu2", "identity"])
+def test_activations_at_their_limits(activation: str) -> None:
+    """By experts of one entry: gate 1, up 1, down 1, so that the result is x act(x)."""
+    x = torch.tensor([-1e30, -200.0, -88.5, -87.0, -1.0, -1e-30, 0.0, 1e-3, 1.0, 10.0, 87.5, 89.0, 300.0, torch.nan])[:, None]
+    one, ids = torch.ones(1, 1, 1), torch.zeros(len(x), 1, dtype=torch.int64)
+    y = op("moe")(x, ids, torch.ones(len(x), 1), one.expand(1, 2, 1).contiguous(), one, activation=activation)
+    assert y is not None
+    expected = (ACTIVATIONS[activation](x.double()) * x.double()).float()  # type: ignore[index]
+    torch.testing.assert_close(y, expected, atol=1e-30, rtol=2e-6, equal_nan=True)
+
+
+# Compilation.
+
+
+def fake_compiler(folder: Path, on_compile: str) -> str:
+    """A program that answers what the macros are and then does `on_compile`."""
+    path = folder / "compiler"
+    path.write_text(f'#!/bin/sh\ncase "$*" in *-dM*) echo "#define FAKE"; exit 0;; esac\n{on_compile}\n')
+    path.chmod(0o700)
+    return str(path)
+
+
+def test_a_library_is_compiled_once_and_published_whole(tmp_path: Path) -> None:
+    compiler = fake_compiler(tmp_path, f'echo x >> {tmp_path}/log; while [ "$1" != -o ]; do shift; done; echo built > "$2"')
+    folder = tmp_path / "cache"
+    path = library_path(folder, compiler)
+    assert path.read_text() == "built\n"
+    runs = (tmp_path / "log").read_text()
+    assert library_path(folder, compiler) == path
+    assert (tmp_path / "log").read_text() == runs
+    assert list(folder.iterdir()) == [path]
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_another_compiler_has_another_library(tmp_path: Path) -> None:
+    build = 'while [ "$1" != -o ]; do shift; done; echo built > "$2"'
+    (tmp_path / "other").mkdir()
+    other = fake_compiler(tmp_path / "other", build)
+    Path(other).write_text(Path(other).read_text().replace("FAKE", "NEWER"))
+    folder = tmp_path / "cache"
+    assert library_path(folder, fake_compiler(tmp_path, build)) != library_path(folder, other)
+
+
+def test_a_failing_compiler_is_a_refusal_with_its_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    failing = "echo 'in file a.cpp:' >&2; echo 'a.cpp:7: error: no such thing' >&2; echo 'b: error: later' >&2; exit 1"
+    found = offer(CPU, torch.float32, fake_compiler(tmp_path, failing))
+    assert not found.ops
+    assert "a.cpp:7: error: no such thing" in found.reason
+    assert "later" not in found.reason
+    assert not [path for path in (tmp_path / "hybridserve").iterdir() if path.suffix == ".so"]
+
+
+def test_a_missing_compiler_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = offer(CPU, torch.bfloat16, "no-such-compiler")
+    assert not found.ops
+    assert "no-such-compiler not found" in found.reason
+
+
+def test_a_library_that_cannot_be_loaded_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = offer(CPU, torch.float32, fake_compiler(tmp_path, 'while [ "$1" != -o ]; do shift; done; echo broken > "$2"'))
+    assert not found.ops
+    assert "cannot be loaded" in found.reason
+
+
+def test_a_folder_that_others_may_write_is_not_trusted(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(MissingDependencyError, match="writable by others"):
+        library_path(folder, fake_compiler(tmp_path, "exit 0"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_made_is_a_refusal(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(MissingDependencyError, match="cannot use the cache folder"):
+        library_path(tmp_path / "cache")
+
+
+@compiled
+def test_fp32_and_bf16_have_the_same_operations_and_none_is_refused() -> None:
+    offers = [offer(CPU, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    assert offers[0].ops.keys() == offers[1].ops.keys()
+    assert {"linear", "moe", "paged_attention", "delta_rule", "linear_scan", "short_conv"} <= offers[0].ops.keys()
+    assert not offers[0].refused
+
+
+def test_other_types_and_devices_are_refused_with_the_reason() -> None:
+    assert "float16" in offer(CPU, torch.float16).reason
+    assert "cuda" in offer(torch.device("cuda"), torch.bfloat16).reason
+    assert not offer(CPU, torch.float16).ops
+    assert not offer(torch.device("cuda"), torch.bfloat16).ops
+
+
+@compiled
+def test_caches_of_another_type_are_written_by_the_reference() -> None:
+    table = PagedTable(torch.zeros(1, 1, dtype=torch.int32), torch.tensor([3, 0]), 4)
+    cache = torch.zeros(1, 4, 2, dtype=torch.float8_e4m3fn)
+    op("kv_write")({"k": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, {"k": cache}, table)
+    assert cache.float()[0].tolist() == [[3.0, 4.0], [0.0, 0.0], [0.0, 0.0], [1.0, 2.0]]
