@@ -121,7 +121,12 @@ def check_logprobs(client: openai.OpenAI, reference: Reference, ids: list[int]) 
         for place, entries in enumerate(places)
         if entries is not None
     )
-    return {"places": len(places) - 1, "compared": len(differences), "max_abs_difference": max(differences), "same_best": same_best}
+    return {
+        "places": len(places) - 1,
+        "compared": len(differences),
+        "max_abs_difference": max(differences),
+        "same_best": same_best,
+    }
 
 
 def chat(client: openai.OpenAI) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ A page marks where one belongs with `<!-- table: NAME -->` and `<!-- end -->`; w
 for the tiny configs of `tests/checkpoints.py`; what its config may hold, from what its builder expects while it reads them.
 """
 
+import functools
 import inspect
 import json
 import re
@@ -101,6 +102,7 @@ class Sample:
             self.model: CausalLM = build_model(config, ops, torch.float32)
 
 
+@functools.cache
 def samples() -> dict[str, list[Sample]]:
     """The samples of each class that the tests have a tiny config of."""
     from tests.checkpoints import TINY  # needs transformers

@@ -76,7 +76,7 @@ class Batch:
 
     @cached_property
     def derived(self) -> dict[object, tuple[Tensor, ...]]:
-        """What one layer computed from this batch alone and the next ones use again (rotary angles), by what it depends on."""
+        """What one layer computed for this pass and the next ones use again (rotary angles, an index's choice), by what it is."""
         return {}
 
 

@@ -228,6 +228,8 @@ def make(name: str, seed: int = 0) -> tf.PreTrainedModel:
 def save(model: tf.PreTrainedModel, folder: Path, shard_size: str = "1GB") -> Path:
     """As transformers saves it today. Returns the folder."""
     model.save_pretrained(folder, max_shard_size=shard_size)
+    if model.config.model_type == "olmo_hybrid":
+        rewrite_tensors(folder, tiny_models.with_olmo_convolutions(load_file(folder / "model.safetensors")))
     return folder
 
 
@@ -237,6 +239,8 @@ def save_released(model: tf.PreTrainedModel, folder: Path) -> Path:
     config = read_config(folder)
     rewrite_config(folder, released_config(config))
     tensors = tiny_models.respelled(load_file(folder / "model.safetensors"), config)
+    if str(config["model_type"]).startswith(("qwen3_next", "qwen3_5")):  # their releases hold a draft head as well
+        tensors |= {"mtp.fc.weight": torch.ones(2, 2), "mtp.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}
     rewrite_tensors(folder, {_renamed(name, config): tensor for name, tensor in _with_fused_experts(tensors).items()})
     return folder
 
@@ -266,7 +270,7 @@ def released_config(config: dict[str, object]) -> dict[str, object]:
                 old[key] = released_config(value)
                 continue
             old[key] = {**value, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "attn_output_gate": True}
-        elif key == "rope_parameters":
+        elif key == "rope_parameters" and config["model_type"] != "lfm3":  # which has no older spelling
             assert isinstance(value, dict)
             if "sliding_attention" in value:
                 old["rope_local_base_freq"] = value["sliding_attention"]["rope_theta"]
@@ -287,10 +291,8 @@ def released_config(config: dict[str, object]) -> dict[str, object]:
 
 
 def _with_fused_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Experts in one tensor where transformers wrote one each, and the draft head that Qwen's releases hold as well."""
+    """Experts in one tensor where transformers wrote one each."""
     out: dict[str, Tensor] = {}
-    if any("linear_attn.in_proj_qkv" in name for name in tensors):
-        out |= {"mtp.fc.weight": torch.ones(2, 2), "mtp.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}
     fused: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in tensors.items():
         single = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)

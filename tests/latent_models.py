@@ -70,8 +70,26 @@ def _bailing_moe_v3() -> tf.PreTrainedModel:
 
 
 def _bailing_plain_gate() -> tf.PreTrainedModel:
-    sizes = {**SIZES, **_LATENT, **_KDA, **_KIMI_EXPERTS, "head_dim": 16, "n_group": 1, "topk_group": 1}
+    sizes = {**SIZES, **_LATENT, **_KDA, **_KIMI_EXPERTS, "head_dim": 16, "n_group": 1, "topk_group": 1, "layer_group_size": 3}
     return tf.BailingHybridForCausalLM(tf.BailingHybridConfig(**sizes, q_lora_rank=None, kda_safe_gate=False))
+
+
+#: Index scores are often all 0 with few heads, and the reference breaks ties at random.
+_INDEX = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": 12, "q_lora_rank": 24}
+
+
+def _deepseek_v32() -> tf.PreTrainedModel:
+    groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+    config = tf.DeepseekV32Config(**SIZES, **_LATENT, **_SIGMOID, **groups, **_INDEX, rope_parameters=ROPE)
+    return tf.DeepseekV32ForCausalLM(config)
+
+
+def _glm_moe_dsa() -> tf.PreTrainedModel:
+    shared = {"indexer_types": ["full", "shared", "full", "shared"], "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+    config = tf.GlmMoeDsaConfig(
+        **SIZES, **{**_LATENT, "num_hidden_layers": 4}, **_SIGMOID, **_INDEX, **shared, attention_bias=True, rope_parameters=ROPE
+    )
+    return tf.GlmMoeDsaForCausalLM(config)
 
 
 #: Makers by name.
@@ -81,6 +99,8 @@ TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "kimi_linear": _kimi_linear,
     "bailing_moe_v3": _bailing_moe_v3,
     "bailing_plain_gate": _bailing_plain_gate,
+    "deepseek_v32": _deepseek_v32,
+    "glm_moe_dsa": _glm_moe_dsa,
 }
 
 

@@ -143,7 +143,7 @@ def attend(
     if nan_at is not None:
         k_cache[blocks[nan_at // 16], nan_at % 16] = torch.nan
     spec = PagedSpec((TensorSpec("k", (key_heads, dims[0]), "float32"),))
-    batch = build_batch([Rows(s.length, context=s.context, blocks=blocks) for s in sequences], [spec])
+    batch = build_batch([Rows(s.length, context=s.context, blocks=blocks) for s in sequences], [spec], block_size=16)
     q = random(tokens, heads, dims[0], dtype=dtype, seed=1)[batch.positions]
     y = op("paged_attention")(q, k_cache, v_cache, batch, batch.paged[0], scale=0.5, window=window, softcap=None, sinks=None)
     assert y is not None

@@ -191,6 +191,17 @@ def respelled(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> di
     return dict(tensors) if respell is None else respell(tensors, config)
 
 
+def with_olmo_convolutions(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convolutions of q, k and v with their own channels each, as released; saving cuts them into thirds."""
+    out = dict(tensors)
+    for name in [name for name in tensors if name.endswith(".q_conv1d.weight")]:
+        names = [name.replace("q_conv1d", f"{one}_conv1d") for one in "qkv"]
+        rows = [len(tensors[one.replace("conv1d", "proj")]) for one in names]
+        whole = torch.cat([tensors[one] for one in names])
+        out |= dict(zip(names, torch.split_with_sizes(whole, rows), strict=True))
+    return out
+
+
 def _olmo_names(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> dict[str, Tensor]:
     """Saving calls the norms of attention layers as if they were gated delta layers."""
     kinds = config["layer_types"]

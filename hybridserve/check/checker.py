@@ -9,14 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from hybridserve.check.chat import (
-    check_defaults,
-    check_stop_tokens,
-    check_template,
-    check_tokenizer,
-    read_tokenizer,
-)
-from hybridserve.check.content import check_files, render
+from hybridserve.check.content import check_files
 from hybridserve.check.layout import check_architecture, check_config, check_layers, is_served, lay_out, layer_runs
 from hybridserve.check.memory import check_memory
 from hybridserve.check.numerics import check_numerics
@@ -25,7 +18,6 @@ from hybridserve.check.report import INTERNAL, Finding, Report, failed, passed, 
 from hybridserve.check.source import Entries, Source, check_dtype, check_shards, check_source, find_source, read_headers
 from hybridserve.check.target import Target, find_target
 from hybridserve.check.tensors import check_tensors, scan_values
-from hybridserve.check.trial import run_trial
 from hybridserve.config import EngineSettings
 from hybridserve.engine.sizing import unlimited_plan
 from hybridserve.errors import HybridServeError
@@ -143,6 +135,10 @@ class _Checker:
     def _check_chat(self, source: Source, model: CausalLM | None) -> None:
         if not source.has_weights:
             return
+        # Tokenizers and templates take a good part of a second to import, which a config alone needs not wait for.
+        from hybridserve.check.chat import check_defaults, check_stop_tokens, check_template, check_tokenizer, read_tokenizer
+        from hybridserve.check.sandbox import render
+
         found = self.attempt("chat.tokenizer", lambda: [read_tokenizer(source)])
         if found is None:
             return
@@ -166,6 +162,8 @@ class _Checker:
         elif any(finding.status == "FAIL" for finding in self.report.checks):
             self.add([warned("run", "not run, because something else failed", "repair that first")])
         else:
+            from hybridserve.check.trial import run_trial  # the whole engine
+
             with_weights = source.weights_are_here and settings.load_format != "dummy"
             self.attempt_all("run", lambda: run_trial(model, settings, with_weights=with_weights))
 

@@ -1,23 +1,15 @@
-"""Files and templates that could harm: what is never run, and a chat template tried out in a process of its own.
+"""Files that could harm: pickles, and code of the model's own. Nothing of either is ever opened.
 
-Owns what counts as unsafe. Must not know weights. Called by `checker.py`.
+Owns what counts as such. Must not know weights or templates (`sandbox.py`). Called by `checker.py`.
 """
 
-import subprocess
-import sys
 from collections.abc import Mapping
 
-import msgspec
-
-from hybridserve.check.rendering import LIMIT_S, Job, Rendering
 from hybridserve.check.report import Finding, failed, passed, warned
 from hybridserve.check.source import Source
 from hybridserve.engine.generation_config import read_json
-from hybridserve.errors import HybridServeError, UnsafeContentError, WeightsError
+from hybridserve.errors import HybridServeError, UnsafeContentError
 from hybridserve.models.source import PICKLE_SUFFIXES
-
-#: Seconds that the child may take beside rendering: starting Python, mostly, on a machine that is busy.
-_START_S = 20.0
 
 
 def check_files(source: Source) -> list[Finding]:
@@ -65,36 +57,3 @@ def _json(source: Source, name: str) -> Mapping[str, object]:
         return read_json(source.folder.path / name) if source.has_weights else {}
     except HybridServeError:
         return {}
-
-
-def render(source: Source, special_tokens: Mapping[str, str]) -> Rendering:
-    """Try the chat template out. Raises UnsafeContentError if it takes too long, too much memory, or breaks out."""
-    job = Job(folder=str(source.folder.path), special_tokens=dict(special_tokens))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "hybridserve.check.rendering"],
-            input=msgspec.json.encode(job),
-            capture_output=True,
-            timeout=LIMIT_S + _START_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise _misbehaves(f"it does not end within {LIMIT_S:g} seconds") from error
-    try:
-        rendering = msgspec.json.decode(done.stdout, type=Rendering)
-    except msgspec.DecodeError as error:
-        raise _misbehaves(
-            f"its process ended with status {done.returncode}: more than {LIMIT_S:g} seconds or too much memory"
-        ) from error
-    if rendering.syntax_error is not None:
-        raise WeightsError(f"{rendering.syntax_error}; fetch the file again, or repair it")
-    unsafe = next((case for case in rendering.cases if case.outcome == "unsafe"), None)
-    if unsafe is not None:
-        raise _misbehaves(f"rendering {unsafe.name} gives {unsafe.text!r:.300}")
-    return rendering
-
-
-def _misbehaves(how: str) -> UnsafeContentError:
-    return UnsafeContentError(
-        f"the chat template misbehaves in its sandbox: {how}; do not serve it: take the template from the model's publisher"
-    )

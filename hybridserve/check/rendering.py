@@ -1,7 +1,7 @@
 """The child process in which a chat template is tried out, with bounds on its time and memory.
 
 Owns the chats that are tried and what crosses the pipe. Must not know anything of a model beside its template. Run by
-`content.py` as `python -m hybridserve.check.rendering`: Jinja's sandbox stops forbidden access, but not a long loop.
+`sandbox.py` as `python -m hybridserve.check.rendering`: Jinja's sandbox stops forbidden access, but not a long loop.
 """
 
 import resource

@@ -7,8 +7,8 @@ import argparse
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeAlias
 
 from hybridserve import __version__
 from hybridserve.cli.flags import Sources, add_config, add_settings, changed
@@ -19,7 +19,7 @@ from hybridserve.config import EngineSettings, ServerSettings
 from hybridserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
     from hybridserve.engine.chat import ChatTemplate
     from hybridserve.engine.generation_config import SamplingDefaults
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from hybridserve.engine.text import Tokenizer
     from hybridserve.server.lifecycle import Lifecycle
     from hybridserve.server.run import Launch
+
+    _Text: TypeAlias = tuple[Tokenizer, ChatTemplate | None, SamplingDefaults]
 
 log = logging.getLogger("hybridserve")
 
@@ -45,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     log.info("hybridserve %s: %s", __version__, ", ".join(f"{name}={value!r}" for name, value in changed(engine).items()))
-    from hybridserve.server.run import serve
+    from hybridserve.server.run import serve  # first what the engine process needs: its start takes longest
 
     parts = Parts(engine, server)
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
@@ -57,13 +59,14 @@ class Parts:
     """What goes between engine and clients. Read in a thread of its own while the engine loads."""
 
     def __init__(self, engine: EngineSettings, server: ServerSettings) -> None:
-        """Begin reading. Raises UsageError or ModelError for what can be seen at once."""
+        """Raises UsageError or ModelError for what can be seen at once."""
         self._engine = engine
         self._server = server
         self._text_folder = text_folder(engine.tokenizer or engine.model)
         if not (self._text_folder / "tokenizer.json").is_file():
             raise UsageError(f"there is no tokenizer.json with {engine.model!r}; name a folder that has one with --tokenizer")
-        self._reading = ThreadPoolExecutor(1, thread_name_prefix="hybridserve-read").submit(self._read)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="hybridserve-read")
+        self._reading: Future[_Text] | None = None
 
     def launch(self) -> "Launch":
         """The server's make-up for `server/run.py`."""
@@ -75,10 +78,15 @@ class Parts:
         from hybridserve.engine.client import start_engine
 
         with loading_bar() as show:
-            return await start_engine(self._engine, show)
+            # Reading waits for the spawn: its imports would hold that up, and the engine's own take longer than it.
+            return await start_engine(self._engine, show, self._begin_reading)
 
-    def _read(self) -> "tuple[Tokenizer, ChatTemplate | None, SamplingDefaults]":
-        import hybridserve.server.app  # noqa: F401 - the import itself takes a good part of a second
+    def _begin_reading(self) -> None:
+        self._reading = self._reader.submit(self._read)
+
+    def _read(self) -> "_Text":
+        import hybridserve.server.app
+        import hybridserve.server.http  # noqa: F401 - imports that take a good part of a second
         from hybridserve.engine.chat import ChatTemplate
         from hybridserve.engine.generation_config import read_sampling_defaults
         from hybridserve.engine.text import Tokenizer
@@ -87,9 +95,10 @@ class Parts:
         template = ChatTemplate.from_folder(self._text_folder, special_tokens=tokenizer.special_tokens)
         return tokenizer, template, read_sampling_defaults(text_folder(self._engine.model))
 
-    def _make_app(self, client: "EngineClient", lifecycle: "Lifecycle") -> "FastAPI":
+    def _make_app(self, client: "EngineClient", lifecycle: "Lifecycle") -> "Starlette":
         from hybridserve.server.app import create_app
 
+        assert self._reading is not None, "the engine was started first"
         tokenizer, template, defaults = self._reading.result()
         return create_app(
             client,

@@ -50,10 +50,15 @@ _STATS_TIMEOUT_S = 30.0
 _EXIT_TIMEOUT_S = 10.0
 
 
-async def start_engine(settings: EngineSettings, on_progress: OnProgress | None = None) -> "EngineProcessClient":
-    """Start an engine process and wait until it is ready. Raises the error that kept it from starting."""
+async def start_engine(
+    settings: EngineSettings, on_progress: OnProgress | None = None, on_spawned: Callable[[], None] | None = None
+) -> "EngineProcessClient":
+    """Start an engine process and wait until it is ready. Raises the error that kept it from starting.
+
+    `on_spawned` is called once the process runs, which is long before it is ready: the time for work of one's own.
+    """
     client = EngineProcessClient(settings, on_progress)
-    await client.start()
+    await client.start(on_spawned)
     return client
 
 
@@ -163,16 +168,19 @@ class EngineProcessClient:
 
     # -- life of the process --------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Start the process and wait until it is ready. Raises the error that it reports."""
+    async def start(self, on_spawned: Callable[[], None] | None = None) -> None:
+        """Start the process, tell it, and wait until it is ready. Raises the error that it reports."""
         try:
-            await self._launch()
+            await self._spawn()
+            if on_spawned is not None:
+                on_spawned()
+            await self._wait_until_ready()
         except BaseException:
             await self.close(0)
             raise
         self._supervisor = asyncio.create_task(self._supervise())
 
-    async def _launch(self) -> None:
+    async def _spawn(self) -> None:
         address = f"ipc://{self._folder / 'engine.sock'}"
         self._disconnect()
         self._socket = self._context.socket(zmq.PAIR)
@@ -184,13 +192,13 @@ class EngineProcessClient:
         # A spinning OpenMP thread takes a core from the server; it must be set before torch is imported.
         environment = {**os.environ, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "hybridserve.engine.process", address, stdin=asyncio.subprocess.PIPE, env=environment
+            sys.executable, "-m", "hybridserve.engine", address, stdin=asyncio.subprocess.PIPE, env=environment
         )
         await self._socket.send(msgspec.msgpack.encode(self._settings))
-        await self._wait_until_ready(self._process, self._socket)
-        self._is_alive = True
 
-    async def _wait_until_ready(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> None:
+    async def _wait_until_ready(self) -> None:
+        assert self._process is not None and self._socket is not None, "the process has been spawned"
+        process, socket = self._process, self._socket
         exited = asyncio.create_task(process.wait())
         try:
             while True:
@@ -204,6 +212,7 @@ class EngineProcessClient:
                 message = from_engine.decode(received.result())
                 if isinstance(message, EngineInfo):
                     self._info = message
+                    self._is_alive = True
                     return
                 if isinstance(message, Fatal):
                     raise _exception(message)
@@ -228,7 +237,8 @@ class EngineProcessClient:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             try:
-                await self._launch()
+                await self._spawn()
+                await self._wait_until_ready()
                 log.warning("the engine process is ready again")
             except HybridServeError as error:
                 log.error("the engine process did not start: %s", error)

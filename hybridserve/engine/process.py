@@ -1,8 +1,7 @@
 """The engine process: receives requests over a socket, steps the core, sends what each step produced.
 
-Owns the child's side of the process border and its life: it dies with its parent. Must not know HTTP. Started by `client.py` as
-``python -m hybridserve.engine.process ADDRESS``, with the settings as the first message and a pipe from the parent as standard
-input.
+Owns the child's side of the process border and its life: it dies with its parent. Must not know HTTP. Started by `client.py`
+through `__main__.py`, with the settings as the first message and a pipe from the parent as standard input.
 """
 
 import gc
@@ -144,7 +143,3 @@ def _die_with_parent() -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(1)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

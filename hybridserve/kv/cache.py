@@ -16,7 +16,7 @@ from hybridserve.kv.arena import Arena, CachePlan, GroupPlan
 from hybridserve.kv.eviction import WORTHLESS, Entry, EvictionQueue, Policy
 from hybridserve.kv.explanation import Findings
 from hybridserve.kv.pool import PagePool
-from hybridserve.kv.prefix import Checkpoint, Node, PrefixIndex, TextMatch, WindowBlock
+from hybridserve.kv.prefix import TOKEN_NBYTES, Checkpoint, Node, PrefixIndex, TextMatch, WindowBlock
 
 #: Entries looked at in one search for memory before any that frees a page counts as good enough.
 _SEARCH_LIMIT: Final = 256
@@ -159,20 +159,34 @@ class PrefixCache:
 
     # -- additions ------------------------------------------------------------------------------------------------------
 
-    def add_text(self, parent: Node, tokens: bytes, blocks: list[int | None]) -> Node:
-        """One more unit of text behind `parent`; the entry holds its blocks from now on."""
-        node, is_new = self._index.add_node(parent, tokens, blocks)
-        if is_new:
-            self._hold(blocks)
-            self._ghosts.pop(node.key, None)
-        else:
-            # Window groups' blocks may have gone from a known node; this request has them again.
-            for order, (group, block) in enumerate(zip(self._plan.paged, blocks, strict=True)):
-                if node.blocks[order] is None and block is not None:
-                    node.blocks[order] = block
-                    self._pools[group.index].hold(block)
-        node.stamp = self._queue.stamp()
+    def add_text(self, parent: Node, data: bytes, blocks: list[list[int | None]]) -> Node:
+        """The units of text in `data`, one behind the other; entries hold their blocks from now on.
+
+        `blocks` has, by paged group, a block per unit. Returns the last unit's node.
+        """
+        step, node, stamp = self._unit * TOKEN_NBYTES, parent, self._queue.stamp()
+        new: list[list[int]] = [[] for _ in blocks]
+        for at, start in enumerate(range(0, len(data), step)):
+            mine = [row[at] for row in blocks]
+            node, is_new = self._index.add_node(node, data[start : start + step], mine)
+            node.stamp = stamp
+            if is_new:
+                self._ghosts.pop(node.key, None)
+                for row, block in zip(new, mine, strict=True):
+                    if block is not None:
+                        row.append(block)
+            else:
+                self._complete(node, mine)
+        for group, row in zip(self._plan.paged, new, strict=True):
+            self._pools[group.index].hold_many(row)
         return node
+
+    def _complete(self, node: Node, blocks: list[int | None]) -> None:
+        """Give a known node the blocks that it has lost (of window groups) and this request has."""
+        for order, (group, block) in enumerate(zip(self._plan.paged, blocks, strict=True)):
+            if node.blocks[order] is None and block is not None:
+                node.blocks[order] = block
+                self._pools[group.index].hold(block)
 
     def add_state(
         self, node: Node, tail: bytes, slots: list[int], blocks: list[int], *, tokens_saved: int, pin: bool, is_junction: bool

@@ -380,13 +380,21 @@ class KVCacheCoordinator:
         record = self._seats[seat]
         if not record.stores:
             return
-        unit, node = self._unit, record.node
-        while node.depth + unit <= end:
-            blocks = [self._block_at(seat, record, group, node.depth // unit) for group in self.plan.paged]
-            node = self._cache.add_text(node, self._token_bytes(record, node.depth, node.depth + unit), blocks)
+        start = record.node.depth
+        whole = (end - start) // self._unit
+        if not whole:
+            return
+        first = start // self._unit
+        blocks = [self._blocks_of(seat, record, group, first, first + whole) for group in self.plan.paged]
+        node = self._cache.add_text(record.node, self._token_bytes(record, start, start + whole * self._unit), blocks)
         self._cache.use(node, 1)
         self._cache.use(record.node, -1)
         record.node = node
+
+    def _blocks_of(self, seat: int, record: _Seat, group: GroupPlan, first: int, end: int) -> list[int | None]:
+        """Blocks of units `first` to `end`; None for those that a window has left behind."""
+        gone = min(max(record.first_block[group.index] - first, 0), end - first)
+        return [None] * gone + self._tables[group.index][seat, first + gone : end].tolist()
 
     def _block_at(self, seat: int, record: _Seat, group: GroupPlan, unit: int) -> int | None:
         if unit < record.first_block[group.index]:

@@ -103,6 +103,12 @@ class PagePool:
         """One more index entry needs this live page's content."""
         self._holds[page] += 1
 
+    def hold_many(self, pages: list[int]) -> None:
+        """The same for several pages."""
+        holds = self._holds
+        for page in pages:
+            holds[page] += 1
+
     def drop(self, page: int) -> None:
         """One index entry fewer needs it."""
         self._holds[page] -= 1

@@ -4,7 +4,7 @@
 do so.
 """
 
-from hybridserve.mixers import attention, gated_delta, kda, mamba2, mla, short_conv
+from hybridserve.mixers import attention, gated_delta, indexed_attention, indexed_mla, kda, mamba2, mla, short_conv
 from hybridserve.mixers.base import Mixer, MixerConfig, RecurrentMixer, States, mixers
 
 __all__ = [
@@ -14,6 +14,8 @@ __all__ = [
     "States",
     "attention",
     "gated_delta",
+    "indexed_attention",
+    "indexed_mla",
     "kda",
     "mamba2",
     "mixers",

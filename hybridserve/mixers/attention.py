@@ -7,7 +7,7 @@ as published in transformers (llama, qwen3, qwen3_next, olmo3, gpt_oss, gemma2, 
 Letters: T rows, D hidden, Hq and Hk query and key heads, K head dim.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class AttentionConfig(MixerConfig, frozen=True, kw_only=True, forbid_unknown_fie
 class Attention(Mixer):
     """Causal attention of grouped query heads, optionally within a window."""
 
-    Config = AttentionConfig
+    Config: ClassVar[type[MixerConfig]] = AttentionConfig
     config: AttentionConfig
     kind = "attention"
 

@@ -1,8 +1,8 @@
 """Indexes: which tokens of its sequence a row attends to, by scores of small keys that have a cache of their own.
 
-Owns the parameters, specs and mathematics of the three published kinds: a key per token (DeepSeek-V3.2, GLM-5), the mean of a few
-raw keys (QSA of Qwen3.8-Flash-Next) and a learned pool of a few keys (KPool of GLM-5.3-Flash). Must not know pools, models or what
-is attended to. Called by `indexed_mla.py` and `indexed_attention.py`.
+Owns the parameters, specs and mathematics of the three published kinds: a key per token (DeepSeek-V3.2, GLM-5), the mean of a
+few raw keys (QSA of Qwen3.8-Flash-Next) and a learned pool of a few keys (KPool of GLM-5.3-Flash). Must not know pools, models
+or what is attended to. Called by `indexed_mla.py` and `indexed_attention.py`.
 
 A pooled key is written when its group of tokens is full. The rows of the group that is still open are a state, so that any
 chunk, hit or preemption may end inside a group; a row sees those tokens without an index.
@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridserve.backends.ops import Ops

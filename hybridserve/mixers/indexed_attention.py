@@ -52,6 +52,4 @@ class IndexedAttention(Attention):
         chosen = self.indexer.select(x, x, batch, caches)
         cache = caches["kv"]
         table = batch.paged[cache.group]
-        return self.ops.selected_attention(
-            q, cache.tensors["k"], cache.tensors["v"], chosen, batch, table, scale=self.scale
-        )
+        return self.ops.selected_attention(q, cache.tensors["k"], cache.tensors["v"], chosen, batch, table, scale=self.scale)

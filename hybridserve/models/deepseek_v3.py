@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hybridserve.backends.ops import Ops
-from hybridserve.mixers.base import mixers
+from hybridserve.mixers.base import Mixer, mixers
 from hybridserve.mixers.mla import MLAConfig
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.mixers.rotary import RotaryConfig, YarnScaling
@@ -137,19 +137,24 @@ def ignored_drafts(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
     return (r".*\.rotary_emb\.inv_freq", *([rf"(.*\.)?layers\.({drafts})\..*"] if drafts else []))
 
 
-def build_latent(config: ConfigReader, ops: Ops, dtype: torch.dtype, default_dense: int) -> CausalLM:
-    """Lay out a decoder with latent attention in every layer."""
-    config.ignore(*UNUSED_KEYS)
-    info = read_info(config)
-    eps = config.read("rms_norm_eps", float)
+def read_attention(config: ConfigReader, max_positions: int) -> MLAConfig:
+    """Latent attention with a rotary part, of DeepSeek's and GLM's sizes."""
     interleaved = config.read("rope_interleave", bool, True)
-    attention = read_mla(config, read_latent_rotary(config, info.max_positions, interleaved=interleaved, default_theta=10_000.0))
+    return read_mla(config, read_latent_rotary(config, max_positions, interleaved=interleaved, default_theta=10_000.0))
+
+
+def assemble(
+    config: ConfigReader, token_mixers: Sequence[Mixer], ops: Ops, dtype: torch.dtype, *, default_dense: int
+) -> CausalLM:
+    """A decoder of the given mixers, one a layer, with sigmoid-routed experts in all but the first layers."""
+    config.ignore(*UNUSED_KEYS)
+    info, eps = read_info(config), config.read("rms_norm_eps", float)
     mlps = make_mlps(config, read_sigmoid_moe(config), read_sparse_layers(config, default_dense), ops, dtype)
 
     def make_norm() -> RMSNorm:
         return RMSNorm(info.hidden_size, eps, ops, dtype)
 
-    layers = [DecoderLayer([Branch(mixers["mla"](attention, ops, dtype))], make_norm(), mlp, make_norm()) for mlp in mlps]
+    layers = [DecoderLayer([Branch(mixer)], make_norm(), mlp, make_norm()) for mixer, mlp in zip(token_mixers, mlps, strict=True)]
     tied = config.read("tie_word_embeddings", bool, False)
     weight_map = WeightMap(RENAMES, RULES, ignored=ignored_drafts(config, len(layers)))
     return CausalLM(info, layers, make_norm(), ops, dtype, tied=tied, weight_map=weight_map)
@@ -159,3 +164,11 @@ def build_latent(config: ConfigReader, ops: Ops, dtype: torch.dtype, default_den
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a DeepSeek-V3."""
     return build_latent(config, ops, dtype, default_dense=3)
+
+
+def build_latent(config: ConfigReader, ops: Ops, dtype: torch.dtype, *, default_dense: int) -> CausalLM:
+    """Lay out a decoder with latent attention to all tokens in every layer."""
+    attention = read_attention(config, read_info(config).max_positions)
+    num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
+    token_mixers = [mixers["mla"](attention, ops, dtype) for _ in range(num_layers)]
+    return assemble(config, token_mixers, ops, dtype, default_dense=default_dense)

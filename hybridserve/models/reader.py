@@ -158,7 +158,12 @@ class ConfigReader:
 
 
 #: Spellings of layer kinds before transformers 5, and what they became.
-_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+_LAYER_TYPES = {
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+    "qwen_sparse_attention": "indexed_attention",
+}
 
 
 def read_layer_types(
@@ -174,7 +179,7 @@ def read_layer_types(
     for i, one in enumerate(types):
         if one not in allowed:
             raise UnsupportedModelError(
-                f"config.json: {config.name(key)}[{i}] is {one!r}; for {config.architecture} hybridserve implements "
-                f"{', '.join(repr(kind) for kind in allowed)}"
+                f"config.json: {config.name(key)}[{i}] is {(raw or types)[i]!r}; for {config.architecture} hybridserve "
+                f"implements {', '.join(repr(kind) for kind in allowed)}"
             )
     return types

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,7 @@ from hybridserve.errors import UsageError
 _MASK = 0x7FFF_FFFF
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A stretch of text: the first `length` tokens of the stream that `key` names."""
 
     key: int
@@ -82,12 +81,10 @@ def _unit_of(rows: list[dict[str, Any]], path: str) -> int:
 def _request(row: Mapping[str, Any], unit: int, sessions: dict[str, int]) -> TraceRequest:
     session = str(row.get("session", ""))
     base = sessions.setdefault(session, len(sessions)) << 40
-    left, segments = int(row["input_length"]), []
-    for block in row["hash_ids"]:
-        length = min(unit, left)
-        if length > 0:
-            segments.append(Segment(base + int(block) + 1, length))
-        left -= length
+    length, ids = int(row["input_length"]), row["hash_ids"]
+    segments = [Segment(base + int(block) + 1, unit) for block in ids[: length // unit]]
+    if length % unit and len(ids) > length // unit:
+        segments.append(Segment(base + int(ids[length // unit]) + 1, length % unit))
     arrival_s = float(row.get("timestamp", row.get("timestamp_ms", 0))) / 1000
     fresh = (1 << 62) + hash_of(base, arrival_s, row["input_length"], row["hash_ids"][-1:])
     return TraceRequest(arrival_s, tuple(segments), Segment(fresh, max(1, int(row["output_length"]))))

@@ -3,11 +3,10 @@
 Owns the list of routes. Must not know how any is answered. Called by `run.py` and by tests.
 """
 
-import importlib.metadata
 import time
 from collections.abc import Mapping
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -24,7 +23,6 @@ from hybridserve.server.fault import error_body
 from hybridserve.server.gate import Gate
 from hybridserve.server.lifecycle import Lifecycle
 from hybridserve.server.metrics import Metrics
-from hybridserve.server.openapi import openapi
 from hybridserve.server.page import Page
 from hybridserve.server.routes import Endpoint, Routes
 from hybridserve.server.service import Service
@@ -49,7 +47,7 @@ def create_app(
     sampling_defaults: Mapping[str, float | int] | None = None,
     is_caching_prefixes: bool = True,
     lifecycle: Lifecycle | None = None,
-) -> FastAPI:
+) -> Starlette:
     """The application that serves one engine. Its port should be bound only once the engine is ready.
 
     `sampling_defaults` are the model's own (generation_config.json). `lifecycle` is shared with whoever drains the server.
@@ -68,11 +66,7 @@ def create_app(
         metrics=metrics,
         created=int(time.time()),
     )
-    app = FastAPI(title="hybridserve", docs_url=None, redoc_url=None)
-    document = openapi(importlib.metadata.version("hybridserve"))
-    app.openapi = lambda: document  # type: ignore[method-assign]  # as FastAPI's documentation does it
-    app.router.routes.extend(_routes(service))
-    app.add_exception_handler(HTTPException, _routing_error)
+    app = Starlette(routes=_routes(service), exception_handlers={HTTPException: _routing_error})
     app.add_middleware(
         Gate,
         keys=settings.api_key,
@@ -109,6 +103,7 @@ def _routes(service: Service) -> list[Route]:
         "/ready": status.ready,
         "/version": status.version,
         "/metrics": status.metrics,
+        "/openapi.json": status.openapi,
     }
     if service.settings.ui:
         gets["/"] = Page()

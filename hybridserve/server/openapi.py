@@ -1,6 +1,6 @@
 """`/openapi.json`, made from the same types that read requests and write replies.
 
-Owns the list of documented operations. Called by `app.py`.
+Owns the list of documented operations. Called by `status.py`.
 """
 
 from typing import Any, NamedTuple

@@ -1,31 +1,33 @@
 """A server's life: wait for the engine, bind the port, serve, drain on the first signal, abort on the second.
 
-Owns the socket, the signals and uvicorn. Must not know routes. Called by the `serve` command and by tests.
+Owns the signals and the order of things. Must not know routes. Called by the `serve` command and by tests. What it imports at
+its top must be light: the engine process, whose start takes longest, is started from here.
 """
 
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
 import signal
-import socket
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-
-import uvicorn
-from starlette.types import ASGIApp
+from typing import TYPE_CHECKING
 
 from hybridserve.config import ServerSettings
 from hybridserve.engine.messages import EngineClient, EngineStats
-from hybridserve.errors import HybridServeError, UsageError
+from hybridserve.errors import HybridServeError
+from hybridserve.server.address import address_of, bind, check_exposure
 from hybridserve.server.lifecycle import Lifecycle
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from hybridserve.server.http import HttpServer
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 #: After the drain, how long connections may take to write what is buffered.
 _LAST_WRITES_S = 3
 _STATS_EVERY_S = 10.0
-_BACKLOG = 2048
 
 log = logging.getLogger("hybridserve.server")
 
@@ -36,7 +38,7 @@ class Launch:
 
     settings: ServerSettings
     start_engine: Callable[[], Awaitable[EngineClient]]
-    make_app: Callable[[EngineClient, Lifecycle], ASGIApp]  # called once the engine is ready
+    make_app: Callable[[EngineClient, Lifecycle], "ASGIApp"]  # called once the engine is ready
     on_listening: Callable[[EngineClient, str], None]  # told the engine and the address
 
 
@@ -70,21 +72,12 @@ async def _unless_signalled(launch: Launch, signals: "_Signals") -> EngineClient
 
 
 async def _serve_engine(launch: Launch, client: EngineClient, signals: "_Signals") -> None:
+    from hybridserve.server.http import HttpServer
+
     settings = launch.settings
     lifecycle = Lifecycle()
-    config = uvicorn.Config(
-        launch.make_app(client, lifecycle),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_graceful_shutdown=_LAST_WRITES_S,
-        ssl_keyfile=settings.ssl_keyfile,
-        ssl_certfile=settings.ssl_certfile,
-    )
+    server = HttpServer(launch.make_app(client, lifecycle), settings, last_writes_s=_LAST_WRITES_S)
     listener = bind(settings)
-    server = _Server(config)
     gc.collect()
     gc.freeze()  # what is loaded stays; collections need not walk it
     tasks = [
@@ -101,7 +94,7 @@ async def _serve_engine(launch: Launch, client: EngineClient, signals: "_Signals
 
 
 async def _drain_on_signal(
-    settings: ServerSettings, client: EngineClient, lifecycle: Lifecycle, signals: "_Signals", server: "_Server"
+    settings: ServerSettings, client: EngineClient, lifecycle: Lifecycle, signals: "_Signals", server: "HttpServer"
 ) -> None:
     await signals.first.wait()
     lifecycle.is_draining = True
@@ -147,61 +140,6 @@ async def _log_stats(client: EngineClient) -> None:
             stats.slots_used,
             stats.slots_total,
         )
-
-
-def check_exposure(settings: ServerSettings) -> None:
-    """Raise UsageError when others could reach a server that asks for no key."""
-    if settings.api_key or settings.allow_open_bind or _is_loopback(settings.host):
-        return
-    raise UsageError(
-        f"--host {settings.host} lets other machines in, and there is no --api-key; give one, or say --allow-open-bind"
-    )
-
-
-def bind(settings: ServerSettings) -> socket.socket:
-    """A listening socket on the settings' address. Raises UsageError when that is taken or not ours."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.host or None, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise UsageError(f"--host {settings.host!r}: {error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise UsageError(
-            f"cannot listen on {settings.host}:{settings.port}: {error}; stop what runs there or choose another --port"
-        ) from error
-    listener.setblocking(False)
-    return listener
-
-
-def address_of(listener: socket.socket, *, is_tls: bool) -> str:
-    """The URL that a listening socket is reached at."""
-    host, port = listener.getsockname()[:2]
-    host = f"[{host}]" if ":" in host else host
-    return f"{'https' if is_tls else 'http'}://{host}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which know no draining."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _Signals:

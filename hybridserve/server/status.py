@@ -14,6 +14,7 @@ from hybridserve import request as bounds
 from hybridserve.engine.messages import EngineInfo, EngineStats
 from hybridserve.errors import HybridServeError
 from hybridserve.server.fault import send_json
+from hybridserve.server.openapi import openapi
 from hybridserve.server.service import Service
 from hybridserve.server.wire import MAX_MESSAGES, MAX_PROMPTS, MAX_SEQUENCES
 
@@ -76,6 +77,10 @@ class StatusRoutes:
     async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`GET /version`."""
         await send_json(msgspec.json.encode({"version": self._version}), send)
+
+    async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`GET /openapi.json`."""
+        await send_json(msgspec.json.encode(openapi(self._version)), send)
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`GET /metrics` in Prometheus' text format."""
