@@ -17,9 +17,12 @@ import transformers as tf
 from safetensors.torch import load_file
 
 import hybridserve
+from hybridserve.check.report import PRECEDENCE, CacheTensor, Finding, LayerRun, Memory, Report
+from hybridserve.check.target import CUDA_DEVICES
 from hybridserve.cli import main
 from hybridserve.config import EngineSettings, ServerSettings
 from hybridserve.engine.core import EngineCore
+from hybridserve.engine.messages import GroupInfo
 from hybridserve.engine.text import Tokenizer
 from hybridserve.models import architectures
 from hybridserve.server.app import create_app
@@ -30,7 +33,7 @@ from tests.releases import RELEASES, SERVED
 DEMO = Path(hybridserve.__file__).parent / "demo"
 #: The reference backend needs no compiler; memory is given, so that the machine of the tests does not matter.
 QUICK = ("--backend", "reference", "--device", "cpu")
-Report = dict[str, Any]
+Found = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +42,10 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Report]]:
+def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Found]]:
     """Run the command with --json. Returns its exit code and the report."""
 
-    def run(model: Path | str, *arguments: str) -> tuple[int, Report]:
+    def run(model: Path | str, *arguments: str) -> tuple[int, Found]:
         capsys.readouterr()
         memory = () if "--memory" in arguments else ("--memory", "4TiB")
         code = main(["check-model", str(model), *QUICK, *memory, *arguments, "--json"])
@@ -54,11 +57,11 @@ def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Report
     return run
 
 
-def found(report: Report, prefix: str) -> list[Mapping[str, Any]]:
+def found(report: Found, prefix: str) -> list[Mapping[str, Any]]:
     return [one for one in report["checks"] if one["id"] == prefix or one["id"].startswith(prefix + ".")]
 
 
-def only(report: Report, status: str) -> Mapping[str, Any]:
+def only(report: Found, status: str) -> Mapping[str, Any]:
     (one,) = (one for one in report["checks"] if one["status"] == status)
     return one
 
@@ -131,7 +134,6 @@ def test_the_plan_is_what_the_engine_allocates(name: str, tmp_path: Path, check)
     ):
         assert memory[field] == getattr(info, field), field
     assert memory["groups"] == [{field: getattr(group, field) for field in group.__struct_fields__} for group in info.groups]
-    assert {kind: backends for kind, backends in info.backends.items() if not backends} == {}
 
 
 def test_limits_of_a_server_use_the_names_of_the_report(check) -> None:
@@ -597,3 +599,18 @@ def test_a_terminal_gets_a_table_with_colours(monkeypatch, capsys) -> None:
     monkeypatch.undo()
     assert "\x1b[32mPASS" in terminal.text
     assert "demo: it runs (exit 0)" in terminal.text
+
+
+def test_the_page_explains_every_field_check_and_code(check) -> None:
+    page = (Path(__file__).parent.parent / "docs/check-model.md").read_text(encoding="utf-8")
+    for kind in (Report, Finding, LayerRun, CacheTensor, Memory, GroupInfo):
+        for name in kind.__struct_fields__:
+            assert f"`{name}`" in page, f"{kind.__name__}.{name}"
+    for name in CUDA_DEVICES:
+        assert f"`cuda:{name}`" in page or name == "a100-80gb"
+    _, report = check("demo", "--deep")
+    for one in report["checks"]:
+        assert any(f"`{name}`" in page for name in (one["id"], one["id"].partition(".")[0])), one["id"]
+    for code in (0, 1, 2, 3, 4, 5, 6, 7, 70):
+        assert f"\n| {code} | " in page
+    assert ", ".join(map(str, PRECEDENCE)) in page

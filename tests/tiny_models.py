@@ -170,6 +170,83 @@ def _lfm3() -> tf.PreTrainedModel:
     return tf.Lfm3ForCausalLM(config)
 
 
+_NEMOTRON = {
+    **SIZES,
+    **HEADS,
+    "head_dim": 24,
+    "intermediate_size": 48,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.7,
+}
+
+
+def _nemotron_h() -> tf.PreTrainedModel:
+    kinds = ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"]
+    groups = {"n_group": 4, "topk_group": 2}
+    return tf.NemotronHForCausalLM(tf.NemotronHConfig(**_NEMOTRON, **groups, layers_block_type=kinds, time_step_min=0.3))
+
+
+def _nemotron_h_latent() -> tf.PreTrainedModel:
+    biases = dict.fromkeys(("use_bias", "mlp_bias", "attention_bias"), True)
+    kinds = ["mlp", "moe", "linear_attention", "full_attention"]
+    config = tf.NemotronHConfig(**_NEMOTRON, **biases, layers_block_type=kinds, moe_latent_size=20, norm_topk_prob=False)
+    return tf.NemotronHForCausalLM(config)
+
+
+def _bamba() -> tf.PreTrainedModel:
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
+    biases = dict.fromkeys(("mamba_proj_bias", "mlp_bias", "attention_bias"), True)
+    config = tf.BambaConfig(
+        **SIZES,
+        **HEADS,
+        **mamba,
+        **biases,
+        num_hidden_layers=3,
+        attn_layer_indices=[1],
+        intermediate_size=48,
+        rope_parameters=ROPE,
+    )
+    return tf.BambaForCausalLM(config)
+
+
+def _mamba2() -> tf.PreTrainedModel:
+    sizes = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "use_bias": True}
+    config = tf.Mamba2Config(**{k: v for k, v in SIZES.items() if k != "max_position_embeddings"}, **sizes, num_hidden_layers=3)
+    return tf.Mamba2ForCausalLM(config)
+
+
+_ZAMBA2 = {
+    **SIZES,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 7,
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid", "hybrid"],
+    "intermediate_size": 48,
+    "n_mamba_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_ngroups": 2,
+    "num_mem_blocks": 2,
+    "adapter_rank": 6,
+}
+
+
+def _zamba2() -> tf.PreTrainedModel:
+    config = tf.Zamba2Config(
+        **_ZAMBA2, use_shared_attention_adapter=True, use_mem_rope=True, add_bias_linear=True, rope_parameters=ROPE
+    )
+    return tf.Zamba2ForCausalLM(config)
+
+
+def _zamba2_plain() -> tf.PreTrainedModel:
+    return tf.Zamba2ForCausalLM(tf.Zamba2Config(**_ZAMBA2, time_step_min=0.3, rms_norm_eps=1e-4))
+
+
 #: Makers by name.
 TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "qwen3_moe": _qwen3_moe,
@@ -182,6 +259,12 @@ TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "lara_mini": _lara_mini,
     "lfm2_moe": _lfm2_moe,
     "lfm3": _lfm3,
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_latent": _nemotron_h_latent,
+    "bamba": _bamba,
+    "mamba2": _mamba2,
+    "zamba2": _zamba2,
+    "zamba2_plain": _zamba2_plain,
 }
 
 

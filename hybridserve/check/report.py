@@ -21,7 +21,7 @@ OK = 0
 WARNINGS_UNDER_STRICT = 1
 INTERNAL = 70
 #: Which of several failures decides the exit code: what is wrong with the call, then what is dangerous, broken, unknown, absent.
-_PRECEDENCE = (INTERNAL, 2, 7, 4, 3, 6, 5)
+PRECEDENCE = (INTERNAL, 2, 7, 4, 3, 6, 5)
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +93,7 @@ class Report(msgspec.Struct, kw_only=True):
         """0 when all is well, else the code of the gravest failure; with `strict`, 1 for warnings alone."""
         codes = {finding.exit_code for finding in self.checks if finding.status == "FAIL"}
         if codes:
-            return next((code for code in _PRECEDENCE if code in codes), INTERNAL)
+            return next((code for code in PRECEDENCE if code in codes), INTERNAL)
         warned = any(finding.status == "WARN" for finding in self.checks)
         return WARNINGS_UNDER_STRICT if strict and warned else OK
 

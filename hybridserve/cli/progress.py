@@ -1,18 +1,21 @@
-"""A bar while a model loads: on a terminal only.
+"""How far a model's loading is: a bar on a terminal, one line a stage in a log.
 
-Owns the bar. Called by the commands that start an engine.
+Owns those two. Called by the commands that start an engine.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+log = logging.getLogger("hybridserve")
 
 
 @contextmanager
 def loading_bar() -> Iterator[Callable[[str, float], None]]:
     """Give a function that takes a stage and a fraction from 0 to 1."""
     if not sys.stderr.isatty():
-        yield _say_nothing
+        yield _StageLog()
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -23,5 +26,13 @@ def loading_bar() -> Iterator[Callable[[str, float], None]]:
         yield lambda stage, fraction: progress.update(task, description=stage, completed=fraction)
 
 
-def _say_nothing(_stage: str, _fraction: float) -> None:
-    """For logs and pipes, where a bar is noise."""
+class _StageLog:
+    """Says what goes on, where a bar would be noise."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+
+    def __call__(self, stage: str, _fraction: float) -> None:
+        if stage != self._stage:
+            self._stage = stage
+            log.info("engine: %s", stage)

@@ -9,7 +9,7 @@ import sys
 
 def start(address: str) -> int:
     """Import the engine and run it. Returns the exit code."""
-    # Imports make some hundred thousand objects that all live on: collections in between find nothing and take a tenth of the time.
+    # Imports make some hundred thousand objects that all live on: collections in between find nothing and take a tenth of it.
     gc.disable()
     from hybridserve.engine.process import main
 

@@ -171,16 +171,17 @@ class EngineProcessClient:
     async def start(self, on_spawned: Callable[[], None] | None = None) -> None:
         """Start the process, tell it, and wait until it is ready. Raises the error that it reports."""
         try:
-            await self._spawn()
+            spawned = await self._spawn()
             if on_spawned is not None:
                 on_spawned()
-            await self._wait_until_ready()
+            await self._wait_until_ready(*spawned)
         except BaseException:
             await self.close(0)
             raise
         self._supervisor = asyncio.create_task(self._supervise())
 
-    async def _spawn(self) -> None:
+    async def _spawn(self) -> tuple[asyncio.subprocess.Process, zmq.asyncio.Socket]:
+        """Start a process and send it the settings. Returns it, and the socket to it."""
         address = f"ipc://{self._folder / 'engine.sock'}"
         self._disconnect()
         self._socket = self._context.socket(zmq.PAIR)
@@ -195,10 +196,9 @@ class EngineProcessClient:
             sys.executable, "-m", "hybridserve.engine", address, stdin=asyncio.subprocess.PIPE, env=environment
         )
         await self._socket.send(msgspec.msgpack.encode(self._settings))
+        return self._process, self._socket
 
-    async def _wait_until_ready(self) -> None:
-        assert self._process is not None and self._socket is not None, "the process has been spawned"
-        process, socket = self._process, self._socket
+    async def _wait_until_ready(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> None:
         exited = asyncio.create_task(process.wait())
         try:
             while True:
@@ -237,8 +237,7 @@ class EngineProcessClient:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             try:
-                await self._spawn()
-                await self._wait_until_ready()
+                await self._wait_until_ready(*await self._spawn())
                 log.warning("the engine process is ready again")
             except HybridServeError as error:
                 log.error("the engine process did not start: %s", error)

@@ -125,16 +125,17 @@ def main(address: str) -> int:
 
 
 class _Progress:
-    """Sends how far loading is, not too often."""
+    """Sends how far loading is: every stage, and within one not too often."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
+        self._stage = ""
         self._last = 0.0
 
     def __call__(self, stage: str, fraction: float) -> None:
         now = time.monotonic()
-        if now - self._last >= _PROGRESS_INTERVAL_S or fraction >= 1.0:
-            self._last = now
+        if stage != self._stage or now - self._last >= _PROGRESS_INTERVAL_S or fraction >= 1.0:
+            self._stage, self._last = stage, now
             self._socket.send(encoder.encode(Loading(stage, fraction)))
 
 

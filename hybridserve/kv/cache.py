@@ -16,14 +16,17 @@ from hybridserve.kv.arena import Arena, CachePlan, GroupPlan
 from hybridserve.kv.eviction import WORTHLESS, Entry, EvictionQueue, Policy
 from hybridserve.kv.explanation import Findings
 from hybridserve.kv.pool import PagePool
-from hybridserve.kv.prefix import TOKEN_NBYTES, Checkpoint, Node, PrefixIndex, TextMatch, WindowBlock
+from hybridserve.kv.prefix import TOKEN_NBYTES, Checkpoint, Node, Origin, PrefixIndex, TextMatch, WindowBlock
 
 #: Entries looked at in one search for memory before any that frees a page counts as good enough.
 _SEARCH_LIMIT: Final = 256
 #: Evicted nodes that are remembered by key, so that a miss can be told from a first sight.
 _NUM_GHOSTS: Final = 1 << 17
-#: How much more a junction counts than another checkpoint that was used as often: others will come by.
-_JUNCTION_WEIGHT: Final = 4
+#: What a window block is worth of a whole unit of text: only a prompt that resumes just behind it needs it.
+_WINDOW_SHARE: Final = 0.05
+#: Checkpoints of a kind, and hits on them, that are assumed before any were counted.
+_PRIOR_SEEN: Final = 8.0
+_PRIOR_HITS: Final = 4.0
 #: Share of all checkpoints that may be pinned; what is pinned beyond it is treated as any other.
 _MAX_PINNED_SHARE: Final = 0.25
 
@@ -57,6 +60,9 @@ class PrefixCache:
         self._queue = EvictionQueue(policy)
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._num_pinned = 0
+        # Of each kind, by origin and whether passed: how many there were, and how many of them were resumed from.
+        self._seen: Counter[tuple[Origin, bool]] = Counter()
+        self._useful: Counter[tuple[Origin, bool]] = Counter()
         self._slot_nbytes = sum(group.page_nbytes for group in plan.states)
         self._text_worth = self._unit / max(1, sum(group.page_nbytes for group in plan.paged))
 
@@ -144,15 +150,39 @@ class PrefixCache:
         if not node.num_users:
             self._offer(node)
 
-    def stamp_path(self, path: Sequence[Node]) -> None:
-        """Note that this text was used now."""
+    def resume(self, match: Match) -> None:
+        """Note that a request goes on from here: its text was used now, and the checkpoints on its way are passed."""
+        if match.text is None:
+            return
+        path = match.text.path[: match.num_tokens // self._unit + 1]
         stamp = self._queue.stamp()
-        for node in path:
+        for node, following in zip(path, [*path[1:], None], strict=True):
             node.stamp = stamp
+            for checkpoint in node.checkpoints.values():
+                is_on_way = following is None or following.tokens.startswith(checkpoint.tail)
+                if is_on_way and checkpoint is not match.checkpoint and checkpoint.position < match.num_tokens:
+                    self._pass(checkpoint)
+        if match.checkpoint is not None:
+            self._count_hit(match.checkpoint)
 
-    def touch(self, checkpoint: Checkpoint) -> None:
-        """Note that a request resumed from this checkpoint, or wrote it again."""
-        checkpoint.frequency += 1
+    def _pass(self, checkpoint: Checkpoint) -> None:
+        if not checkpoint.is_passed:
+            checkpoint.is_passed = True
+            self._seen[checkpoint.origin, True] += 1
+            self._queue.push(checkpoint, self._worth(checkpoint))
+
+    def _count_hit(self, checkpoint: Checkpoint) -> None:
+        self._queue.hit(checkpoint.stamp)
+        if not checkpoint.is_passed:
+            self._useful[checkpoint.origin, False] += 1
+            checkpoint.is_passed = True
+            self._seen[checkpoint.origin, True] += 1
+        else:
+            self._useful[checkpoint.origin, True] += checkpoint.num_late_hits == 0
+            checkpoint.num_late_hits += 1
+        self._renew(checkpoint)
+
+    def _renew(self, checkpoint: Checkpoint) -> None:
         checkpoint.stamp = self._queue.stamp()
         if not checkpoint.evicted:
             self._queue.push(checkpoint, self._worth(checkpoint))
@@ -188,18 +218,18 @@ class PrefixCache:
                 node.blocks[order] = block
                 self._pools[group.index].hold(block)
 
-    def add_state(
-        self, node: Node, tail: bytes, slots: list[int], blocks: list[int], *, tokens_saved: int, pin: bool, is_junction: bool
-    ) -> bool:
+    def add_state(self, node: Node, tail: bytes, slots: list[int], blocks: list[int], *, origin: Origin, pin: bool) -> bool:
         """States after `node`'s text and `tail`; False when the index has them already and these are not needed."""
         known = node.checkpoints.get(tail)
         if known is not None:
-            known.is_junction |= is_junction
-            self.touch(known)
+            if origin == "junction":
+                known.origin = origin
+            self._renew(known)
             return False
         pinned = pin and self._num_pinned < _MAX_PINNED_SHARE * (self._index.num_checkpoints + 1)
-        checkpoint = Checkpoint(node, tail, slots, blocks, is_junction, pinned, tokens_saved, stamp=self._queue.stamp())
+        checkpoint = Checkpoint(node, tail, slots, blocks, origin, pinned, stamp=self._queue.stamp())
         self._num_pinned += pinned
+        self._seen[origin, False] += 1
         self._index.add_checkpoint(checkpoint)
         self._hold(blocks)
         for group, slot in zip(self._plan.states, slots, strict=True):
@@ -229,6 +259,8 @@ class PrefixCache:
         pool, set_aside = self._pools[group.index], list[Entry]()
         while not (pool.has_free or self._arena.num_free):
             entry = self._queue.pop(self._is_evictable)
+            if isinstance(entry, Checkpoint) and self._has_gained(entry):
+                continue
             if entry is None and not set_aside:
                 break
             if entry is None:
@@ -260,12 +292,21 @@ class PrefixCache:
     def _worth(self, entry: Entry) -> float:
         """Tokens saved per byte, times how often it was used."""
         if isinstance(entry, WindowBlock):
-            return 0.0
+            return _WINDOW_SHARE * self._text_worth
         if isinstance(entry, Node):
             return WORTHLESS if self._plan.states else self._text_worth
-        nbytes = self._slot_nbytes + entry.tokens_saved * self._plan.kv_nbytes_per_token
-        weight = entry.frequency * (_JUNCTION_WEIGHT if entry.is_junction or entry.pinned else 1)
-        return weight * entry.tokens_saved / max(1, nbytes)
+        saved = entry.position - self._index.position_before(entry)
+        nbytes = self._slot_nbytes + saved * self._plan.kv_nbytes_per_token
+        return self._chance(entry) * saved / max(1, nbytes)
+
+    def _chance(self, checkpoint: Checkpoint) -> float:
+        """How likely a checkpoint is to be resumed from, up to a factor that is common to all."""
+        if checkpoint.pinned:
+            return float("inf")
+        if checkpoint.num_late_hits:
+            return 1.0 + checkpoint.num_late_hits
+        kind = (checkpoint.origin, checkpoint.is_passed)
+        return (self._useful[kind] + _PRIOR_HITS) / (self._seen[kind] + _PRIOR_SEEN)
 
     def _is_evictable(self, entry: Entry) -> bool:
         if isinstance(entry, Checkpoint):
@@ -274,6 +315,15 @@ class PrefixCache:
             return not entry.node.evicted and entry.node.blocks[entry.order] is not None
         is_leaf = not entry.children and not entry.checkpoints
         return is_leaf and not entry.num_users and not entry.evicted and entry.parent is not None
+
+    def _has_gained(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint is worth more than when it was queued: what it stands in for was evicted meanwhile."""
+        before = checkpoint.priority
+        self._queue.push(checkpoint, self._worth(checkpoint))
+        if checkpoint.priority > before:
+            return True
+        checkpoint.priority = before  # the place just taken is stale, and so is met never
+        return False
 
     def _frees(self, entry: Entry, group: GroupPlan) -> bool:
         """Whether evicting the entry brings the group nearer to a page: one of its own, or a superpage without live pages."""
@@ -293,7 +343,6 @@ class PrefixCache:
         return pages
 
     def _evict(self, entry: Entry) -> None:
-        self._queue.evicted(entry)
         for group, page in self._pages_of(entry):
             self._pools[group.index].drop(page)
         if isinstance(entry, Checkpoint):

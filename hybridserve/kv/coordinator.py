@@ -23,7 +23,7 @@ from hybridserve.kv.checkpoints import CheckpointPolicy
 from hybridserve.kv.eviction import Policy
 from hybridserve.kv.explanation import explain, unexplored
 from hybridserve.kv.pool import PagePool
-from hybridserve.kv.prefix import Node
+from hybridserve.kv.prefix import Node, Origin
 from hybridserve.request import CacheHints, Explanation
 
 Ints = NDArray[np.int64]
@@ -62,7 +62,9 @@ class _Seat:
     stores: bool  # whether what it computes is offered to others
     pinned: bool
     junction: int
-    last_checkpoint: int  # position of the one before
+    boundaries: tuple[int, ...]
+    num_prompt: int
+    promised: set[int] = field(default_factory=set)  # positions that waiting requests will resume from
     wanted: list[int] = field(default_factory=list)  # positions of checkpoints to come, ascending
     borrowed: list[int] | None = None  # slots of somebody's checkpoint that its next pass starts from
     sources: list[tuple[int, int]] = field(default_factory=list)  # (group, page) held for a copy
@@ -140,15 +142,14 @@ class KVCacheCoordinator:
         """
         node = match.text.path[match.num_tokens // self._unit] if match.text is not None else self._cache.root(hints.salt)
         stores = self._caching and not hints.no_store
-        record = _Seat(tokens, node, stores, hints.pin, match.text_tokens, last_checkpoint=match.num_tokens)
+        record = _Seat(tokens, node, stores, hints.pin, match.text_tokens, hints.boundaries, num_prompt)
         self._seats[seat] = record
         self._cache.use(node, 1)
         self._share(seat, record, match)
         if not (self._take_own_slots(seat) and self._take_copies(seat, record) and self._reserve_prompt(seat, num_prompt)):
             self._close(seat)
             return False
-        if match.checkpoint is not None:
-            self._cache.touch(match.checkpoint)
+        self._cache.resume(match)
         if stores:
             positions = self._placement.positions(match.num_tokens, num_prompt, match.text_tokens, hints.boundaries)
             self._set_wanted(seat, record, list(positions))
@@ -163,6 +164,7 @@ class KVCacheCoordinator:
         record = self._seats[seat]
         if not record.stores or position <= num_computed:
             return False
+        record.promised.add(position)
         if position not in record.wanted:
             insort(record.wanted, position)
             self._next_wanted[seat] = record.wanted[0]
@@ -172,7 +174,6 @@ class KVCacheCoordinator:
         """Retain the whole blocks and the state that matched, so that making room cannot take them."""
         whole = match.num_tokens // self._unit
         path = match.text.path if match.text is not None else []
-        self._cache.stamp_path(path[1 : whole + 1])
         for order, group in enumerate(self.plan.paged):
             first = 0 if group.window is None else min(whole, max(0, match.num_tokens - group.window + 1) // self._unit)
             record.first_block[group.index], record.num_blocks[group.index] = first, whole
@@ -421,11 +422,19 @@ class KVCacheCoordinator:
         blocks = [self._block_at(seat, record, group, at) for group in self.plan.paged] if tail else []
         kept = [block for block in blocks if block is not None]
         assert len(kept) == len(blocks), "the block of the newest tokens is inside every window"
-        saved = max(1, position - record.last_checkpoint)
-        is_junction = position == record.junction
-        if self._cache.add_state(node, tail, slots, kept, tokens_saved=saved, pin=record.pinned, is_junction=is_junction):
+        if self._cache.add_state(node, tail, slots, kept, origin=self._origin(record, position), pin=record.pinned):
             self.num_checkpoints_written += 1
-        record.last_checkpoint = position
+
+    @staticmethod
+    def _origin(record: _Seat, position: int) -> Origin:
+        """Why there is a checkpoint at this position of the seat's text."""
+        if position >= record.num_prompt:
+            return "answer_end"
+        if position == record.junction or position in record.promised:
+            return "junction"
+        if position == record.num_prompt - 1:
+            return "prompt_end"
+        return "boundary" if position in record.boundaries else "spacing"
 
     def _leave_window(self, seat: int, end: int) -> None:
         """Give back blocks that no later token of the seat looks at."""

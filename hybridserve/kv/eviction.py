@@ -4,11 +4,13 @@ Owns the priorities. An entry is a node without children and checkpoints (text t
 window block; so a parent never goes before its children, and text never before the states that need it. Knows no pages; the
 coordinator evicts what it is handed.
 
-Policy `cost` is GreedyDual-Size-Frequency (Cherkasova 1998): priority = clock at last use + frequency x tokens saved per byte,
-and the clock moves to the priority of what was last evicted, so that what was once valuable ages. Policy `lru` is last use alone.
+Policy `cost` supposes that an entry which was not used for a time t is used again at a rate that falls as exp(-t / T), with T
+learned from the ages of entries when they are hit. What an entry is worth is then worth x exp(-age / T), and since all age alike
+their order is that of log(worth) + last use / T, a number that never changes. Policy `lru` is last use alone.
 """
 
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Literal, TypeAlias
@@ -19,7 +21,12 @@ Entry: TypeAlias = Node | Checkpoint | WindowBlock
 Policy: TypeAlias = Literal["cost", "lru"]
 
 #: Priority of what no hit can use: text past the last state of a model with states.
-WORTHLESS = -1.0
+WORTHLESS = -math.inf
+_LEAST_WORTH = 1e-30
+#: Uses after which an entry's chance has fallen to 1/e, before anything was learned, and at the least.
+_FIRST_LIFETIME = 200.0
+_SHORTEST_LIFETIME = 20.0
+_LEARNING_RATE = 0.02
 
 
 class EvictionQueue:
@@ -29,20 +36,24 @@ class EvictionQueue:
         self._policy = policy
         self._heap: list[tuple[float, int, Entry]] = []
         self._order = count()
+        self._lifetime = _FIRST_LIFETIME
         self.clock = 0.0
 
     def stamp(self) -> float:
-        """The time of a use, to be kept by the entry that was used."""
-        if self._policy == "lru":
-            self.clock += 1.0
+        """The time of a use, to be kept by the entry that was used. Time counts uses."""
+        self.clock += 1.0
         return self.clock
+
+    def hit(self, stamp: float) -> None:
+        """Note that an entry last used at `stamp` was used again: this is what ages are measured against."""
+        self._lifetime = max(_SHORTEST_LIFETIME, self._lifetime + _LEARNING_RATE * (self.clock - stamp - self._lifetime))
 
     def push(self, entry: Entry, worth: float) -> None:
         """Put an entry where its last use and its worth (tokens saved per byte, times frequency) place it."""
         if worth == WORTHLESS:
             entry.priority = WORTHLESS
         else:
-            entry.priority = entry.stamp + (worth if self._policy == "cost" else 0.0)
+            entry.priority = self._key(entry.stamp, worth)
         heapq.heappush(self._heap, (entry.priority, next(self._order), entry))
 
     def pop(self, is_evictable: Callable[[Entry], bool]) -> Entry | None:
@@ -53,14 +64,14 @@ class EvictionQueue:
                 return entry
         return None
 
-    def evicted(self, entry: Entry) -> None:
-        """Note that an entry was evicted: whatever is used from now on outlives what was worth as little."""
-        if self._policy == "cost":
-            self.clock = max(self.clock, entry.priority)
-
     def put_back(self, entry: Entry) -> None:
         """Return an entry that was popped and not evicted."""
         heapq.heappush(self._heap, (entry.priority, next(self._order), entry))
+
+    def _key(self, stamp: float, worth: float) -> float:
+        if self._policy == "lru":
+            return stamp
+        return math.log(max(worth, _LEAST_WORTH)) + stamp / self._lifetime
 
     def entries(self) -> Iterator[Entry]:
         """Entries in the queue, stale places included, in no order."""

@@ -17,6 +17,7 @@ import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +60,10 @@ class Node:
         self.priority = 0.0  # of its place in the eviction queue; places with another priority are stale
 
 
+#: Why a checkpoint was written. How often each kind is resumed from is learned (`PrefixCache`).
+Origin: TypeAlias = Literal["prompt_end", "answer_end", "boundary", "junction", "spacing"]
+
+
 @dataclass(eq=False)
 class Checkpoint:
     """The states after `position` tokens: the node's text and `tail`, fewer tokens than a match unit.
@@ -71,10 +76,10 @@ class Checkpoint:
     tail: bytes
     slots: list[int]
     blocks: list[int]
-    is_junction: bool = False
+    origin: Origin
     pinned: bool = False
-    tokens_saved: int = 0  # against resuming at the checkpoint before it
-    frequency: int = 1
+    is_passed: bool = False  # a later request resumed from it or from further on
+    num_late_hits: int = 0  # how often it was resumed from after that
     stamp: float = 0.0
     priority: float = 0.0
     evicted: bool = False
@@ -206,6 +211,18 @@ class PrefixIndex:
         del node.edges[bisect_left(node.edges, checkpoint.tail)]
         checkpoint.evicted = True
         self.num_checkpoints -= 1
+
+    @staticmethod
+    def position_before(checkpoint: Checkpoint) -> int:
+        """Position of the nearest checkpoint on the way to this one, 0 if there is none."""
+        node, tail = checkpoint.node, checkpoint.tail
+        nearest = max((c.position for c in node.checkpoints.values() if c.tail != tail and tail.startswith(c.tail)), default=None)
+        while nearest is None:
+            if node.parent is None:
+                return 0
+            edge, node = node.tokens, node.parent
+            nearest = max((c.position for c in node.checkpoints.values() if edge.startswith(c.tail)), default=None)
+        return nearest
 
     def remove_node(self, node: Node) -> None:
         """Take a node without children and checkpoints out of the tree."""

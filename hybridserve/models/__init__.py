@@ -2,11 +2,13 @@
 
 from hybridserve.models import (
     bailing_moe_v3,
+    bamba,
     deepseek_v3,
     deepseek_v32,
     falcon_h1,
     gemma3,
     glm4_moe_lite,
+    glm5_next,
     glm_moe_dsa,
     gpt_oss,
     granite_moe_hybrid,
@@ -16,12 +18,15 @@ from hybridserve.models import (
     lfm2_moe,
     lfm3,
     llama,
+    mamba2,
+    nemotron_h,
     olmo3,
     olmo_hybrid,
     qwen3,
     qwen3_5,
     qwen3_moe,
     qwen3_next,
+    zamba2,
 )
 from hybridserve.models.architectures import Builder, architectures, build_model
 from hybridserve.models.decoder import CausalLM, ModelInfo, format_layer_plan
@@ -37,6 +42,7 @@ __all__ = [
     "ModelInfo",
     "architectures",
     "bailing_moe_v3",
+    "bamba",
     "build_model",
     "deepseek_v3",
     "deepseek_v32",
@@ -44,6 +50,7 @@ __all__ = [
     "format_layer_plan",
     "gemma3",
     "glm4_moe_lite",
+    "glm5_next",
     "glm_moe_dsa",
     "gpt_oss",
     "granite_moe_hybrid",
@@ -56,6 +63,8 @@ __all__ = [
     "load",
     "load_dummy",
     "load_weights",
+    "mamba2",
+    "nemotron_h",
     "olmo3",
     "olmo_hybrid",
     "plan_weights",
@@ -64,4 +73,5 @@ __all__ = [
     "qwen3_moe",
     "qwen3_next",
     "resolve",
+    "zamba2",
 ]

@@ -60,6 +60,10 @@ class ConfigReader:
         """Whether the key is there with a value other than null. Does not count as reading it."""
         return self._values.get(key) is not None
 
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there as null, for the few where that differs from its absence. Does not count as reading it."""
+        return key in self._values and self._values[key] is None
+
     def read(self, key: str, kind: type[T], default: T | _Required = REQUIRED) -> T:
         """The value at `key`; null counts as absent. Raises UnsupportedModelError if it is missing or of another type."""
         value = self._take(key)

@@ -5,6 +5,7 @@ Must not know what the sources compute. Called by the package's `offer`.
 """
 
 import hashlib
+import logging
 import os
 import subprocess
 import tempfile
@@ -12,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hybridserve.errors import MissingDependencyError
+
+log = logging.getLogger(__name__)
 
 COMPILER = "g++"
 #: No -ffast-math: it lets sums depend on how loops are unrolled, and links code that flushes denormals in the whole process.
@@ -29,6 +32,7 @@ def library_path(folder: Path, compiler: str = COMPILER) -> Path:
     target = folder / f"{_fingerprint(sources, compiler)}.so"
     if not target.exists():
         _check_folder(folder)
+        log.info("compiling the native kernels for this processor: once, and it can take a minute")
         _compile([path for path in sources if path.suffix == ".cpp"], target, compiler)
     return target
 

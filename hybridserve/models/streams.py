@@ -1,0 +1,76 @@
+"""Layers that pass on several residual streams of each token instead of one.
+
+Owns the layer around a mixer and an MLP, each behind a connection that makes one row of the streams and puts the result back into
+them. Must not know architectures, configs or how a connection weighs: those are in the files of the architectures. Laid out by
+them, run by `decoder.py`.
+
+Letters: T rows, n streams, D hidden.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from hybridserve.batch import Batch, LayerCaches
+from hybridserve.kv.spec import Spec
+from hybridserve.mixers.base import Mixer
+from hybridserve.models.decoder import Layer
+
+
+class Connection(nn.Module):
+    """How one half of a layer reads the streams and writes to them."""
+
+    def enter(self, streams: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """What the half is given: [T, D], and what `leave` needs beside its result. streams: [T, n, D]."""
+        raise NotImplementedError
+
+    def leave(self, streams: Tensor, y: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        """The streams afterwards: [T, n, D]. streams: as given to `enter`; y: [T, D], the half's result."""
+        raise NotImplementedError
+
+
+class StreamLayer(Layer):
+    """streams = leave(mixer(norm(enter(streams)))), then the same with the MLP; norms may be absent.
+
+    `first` is a mixer that sees all streams, [T, n D], and whose result is added to them before anything else.
+    """
+
+    def __init__(
+        self,
+        mixer: Mixer,
+        mlp: nn.Module,
+        connections: tuple[Connection, Connection],
+        *,
+        norms: tuple[nn.Module, nn.Module] | None = None,
+        first: Mixer | None = None,
+    ) -> None:
+        super().__init__()
+        self.first = first
+        self.mixer = mixer
+        self.mlp = mlp
+        self.mixer_connection, self.mlp_connection = connections
+        self.norm, self.mlp_norm = (None, None) if norms is None else norms
+        every: Sequence[Mixer] = [mixer] if first is None else [first, mixer]
+        self.kind = "+".join(one.kind for one in every)
+        self._specs = {f"{one.kind}.{name}": spec for one in every for name, spec in one.specs().items()}
+
+    def cache_specs(self) -> dict[str, Spec]:
+        """The caches of the mixers, each named `mixer kind.name within the mixer`."""
+        return dict(self._specs)
+
+    def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
+        """x: [T, n, D]; caches by the names of `cache_specs`, written as `batch` says. Returns [T, n, D]."""
+        if self.first is not None:
+            x = x + self.first(x.flatten(1), batch, _own(self.first, caches)).view_as(x)
+        y, kept = self.mixer_connection.enter(x)
+        y = self.mixer(y if self.norm is None else self.norm(y), batch, _own(self.mixer, caches))
+        x = self.mixer_connection.leave(x, y, kept)
+        y, kept = self.mlp_connection.enter(x)
+        y = self.mlp(y if self.mlp_norm is None else self.mlp_norm(y))
+        return self.mlp_connection.leave(x, y, kept)
+
+
+def _own(mixer: Mixer, caches: LayerCaches) -> LayerCaches:
+    """A mixer's caches by the names that it gave them."""
+    prefix = f"{mixer.kind}."
+    return {name.removeprefix(prefix): cache for name, cache in caches.items() if name.startswith(prefix)}
