@@ -79,7 +79,8 @@ def main() -> None:
         runs.append(start(arguments.model))
     loads.append(os.getloadavg()[0])
     print(
-        f"{os.cpu_count()} cores, load average {loads[0]:.1f} before and {loads[1]:.1f} after; medians of {arguments.repeats}, seconds"
+        f"{os.cpu_count()} cores, load average {loads[0]:.1f} before and {loads[1]:.1f} after; "
+        f"medians of {arguments.repeats}, seconds"
     )
     stages = {stage: statistics.median(lasted(run)[stage] for run in runs) for stage in runs[0]}
     ready = statistics.median(run[list(STAGES)[-1]] for run in runs)

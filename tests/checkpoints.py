@@ -266,7 +266,7 @@ def released_config(config: dict[str, object]) -> dict[str, object]:
     for key, value in config.items():
         if key == "text_config":
             assert isinstance(value, dict)
-            if config["model_type"] == "gemma3":
+            if config["model_type"] in ("gemma3", "glm5_next", "qwen4_exp"):
                 old[key] = released_config(value)
                 continue
             old[key] = {**value, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "attn_output_gate": True}
@@ -302,7 +302,10 @@ def _with_fused_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             fused.setdefault(single[1], {}).setdefault(int(single[2]), {})[single[3]] = tensor
     for prefix, experts in fused.items():
         ordered = [experts[i] for i in range(len(experts))]
-        out[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([one["gate"], one["up"]]) for one in ordered])
+        if "gate" in ordered[0]:
+            out[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([one["gate"], one["up"]]) for one in ordered])
+        else:
+            out[f"{prefix}.up_proj"] = torch.stack([one["up"] for one in ordered])
         out[f"{prefix}.down_proj"] = torch.stack([one["down"] for one in ordered])
     return out
 

@@ -92,6 +92,22 @@ def _glm_moe_dsa() -> tf.PreTrainedModel:
     return tf.GlmMoeDsaForCausalLM(config)
 
 
+_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
+}  # fmt: skip
+
+
+def _glm5_next() -> tf.PreTrainedModel:
+    text = {
+        **SIZES, **_LATENT, **_SIGMOID, **_INDEX, "qk_rope_head_dim": 0, "num_hidden_layers": 4, "linear_head_dim": 12,
+        "linear_num_heads": 3, "linear_conv_kernel_dim": 3, "linear_lower_bound": -3.0, "index_kpool": 4, "hc_sinkhorn_iters": 5,
+        "swiglu_limit": 0.3, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+    }  # fmt: skip
+    vision = {**_VISION, "projection_intermediate_size": 16, "image_size": 8}
+    return tf.Glm5NextForConditionalGeneration(tf.Glm5NextConfig(text_config=text, vision_config=vision))
+
+
 #: Makers by name.
 TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "deepseek_v3": _deepseek_v3,
@@ -101,6 +117,7 @@ TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "bailing_plain_gate": _bailing_plain_gate,
     "deepseek_v32": _deepseek_v32,
     "glm_moe_dsa": _glm_moe_dsa,
+    "glm5_next": _glm5_next,
 }
 
 
@@ -118,6 +135,18 @@ def released_config(config: dict[str, object]) -> dict[str, object]:
             "short_conv_kernel_size": old.pop("linear_conv_kernel_dim"),
         }
         old |= {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1, "num_nextn_predict_layers": 0}
+    if config["model_type"] == "glm5_next_text":
+        kinds = old["layer_types"]
+        assert isinstance(kinds, list)
+        old["layer_types"] = [{"indexed_attention": "deepseek_sparse_attention"}.get(kind, kind) for kind in kinds]
+        old["linear_attn_config"] = {
+            "kda_layers": [i for i, kind in enumerate(kinds) if kind == "linear_attention"],
+            "head_dim": old.pop("linear_head_dim"),
+            "num_heads": old.pop("linear_num_heads"),
+            "short_conv_kernel_size": old.pop("linear_conv_kernel_dim"),
+            "gate_lower_bound": old.pop("linear_lower_bound"),
+            "safe_gate": True,
+        }
     if config["model_type"] == "bailing_hybrid":
         old["head_dim"] = old.pop("linear_head_dim")
         del old["linear_num_heads"], old["linear_conv_kernel_dim"], old["layer_types"]

@@ -194,7 +194,7 @@ def _nemotron_h() -> tf.PreTrainedModel:
 
 
 def _nemotron_h_latent() -> tf.PreTrainedModel:
-    biases = dict.fromkeys(("use_bias", "mlp_bias", "attention_bias"), True)
+    biases = dict.fromkeys(("use_bias", "mlp_bias"), True)
     kinds = ["mlp", "moe", "linear_attention", "full_attention"]
     config = tf.NemotronHConfig(**_NEMOTRON, **biases, layers_block_type=kinds, moe_latent_size=20, norm_topk_prob=False)
     return tf.NemotronHForCausalLM(config)

@@ -318,12 +318,11 @@ class PrefixCache:
 
     def _has_gained(self, checkpoint: Checkpoint) -> bool:
         """Whether a checkpoint is worth more than when it was queued: what it stands in for was evicted meanwhile."""
-        before = checkpoint.priority
-        self._queue.push(checkpoint, self._worth(checkpoint))
-        if checkpoint.priority > before:
-            return True
-        checkpoint.priority = before  # the place just taken is stale, and so is met never
-        return False
+        worth = self._worth(checkpoint)
+        if self._queue.priority_of(checkpoint, worth) <= checkpoint.priority:
+            return False
+        self._queue.push(checkpoint, worth)
+        return True
 
     def _frees(self, entry: Entry, group: GroupPlan) -> bool:
         """Whether evicting the entry brings the group nearer to a page: one of its own, or a superpage without live pages."""

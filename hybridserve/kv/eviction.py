@@ -11,7 +11,7 @@ their order is that of log(worth) + last use / T, a number that never changes. P
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from typing import Literal, TypeAlias
 
@@ -35,7 +35,7 @@ class EvictionQueue:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._heap: list[tuple[float, int, Entry]] = []
-        self._order = count()
+        self._tickets = count(1)
         self._lifetime = _FIRST_LIFETIME
         self.clock = 0.0
 
@@ -49,30 +49,27 @@ class EvictionQueue:
         self._lifetime = max(_SHORTEST_LIFETIME, self._lifetime + _LEARNING_RATE * (self.clock - stamp - self._lifetime))
 
     def push(self, entry: Entry, worth: float) -> None:
-        """Put an entry where its last use and its worth (tokens saved per byte, times frequency) place it."""
-        if worth == WORTHLESS:
-            entry.priority = WORTHLESS
-        else:
-            entry.priority = self._key(entry.stamp, worth)
-        heapq.heappush(self._heap, (entry.priority, next(self._order), entry))
+        """Put an entry where its last use and its worth (tokens saved per byte, times its chance) place it."""
+        entry.priority = self.priority_of(entry, worth)
+        self.put_back(entry)
+
+    def put_back(self, entry: Entry) -> None:
+        """Return an entry that was popped and not evicted to its place."""
+        entry.ticket = next(self._tickets)
+        heapq.heappush(self._heap, (entry.priority, entry.ticket, entry))
 
     def pop(self, is_evictable: Callable[[Entry], bool]) -> Entry | None:
         """The evictable entry of lowest priority, taken out of the queue; None when there is none."""
         while self._heap:
-            priority, _, entry = heapq.heappop(self._heap)
-            if entry.priority == priority and is_evictable(entry):
+            _, ticket, entry = heapq.heappop(self._heap)
+            if entry.ticket == ticket and is_evictable(entry):
                 return entry
         return None
 
-    def put_back(self, entry: Entry) -> None:
-        """Return an entry that was popped and not evicted."""
-        heapq.heappush(self._heap, (entry.priority, next(self._order), entry))
-
-    def _key(self, stamp: float, worth: float) -> float:
+    def priority_of(self, entry: Entry, worth: float) -> float:
+        """Where an entry belongs."""
+        if worth == WORTHLESS:
+            return WORTHLESS
         if self._policy == "lru":
-            return stamp
-        return math.log(max(worth, _LEAST_WORTH)) + stamp / self._lifetime
-
-    def entries(self) -> Iterator[Entry]:
-        """Entries in the queue, stale places included, in no order."""
-        return (entry for _, _, entry in self._heap)
+            return entry.stamp
+        return math.log(max(worth, _LEAST_WORTH)) + entry.stamp / self._lifetime

@@ -41,6 +41,7 @@ class Node:
         "parent",
         "priority",
         "stamp",
+        "ticket",
         "tokens",
     )
 
@@ -57,7 +58,8 @@ class Node:
         self.evicted = False
         self.lost_state = False  # a checkpoint hung from it and was evicted
         self.stamp = 0.0  # the eviction clock when it was last used
-        self.priority = 0.0  # of its place in the eviction queue; places with another priority are stale
+        self.priority = 0.0  # of its place in the eviction queue
+        self.ticket = 0  # of that place; its places with other tickets are stale
 
 
 #: Why a checkpoint was written. How often each kind is resumed from is learned (`PrefixCache`).
@@ -82,6 +84,7 @@ class Checkpoint:
     num_late_hits: int = 0  # how often it was resumed from after that
     stamp: float = 0.0
     priority: float = 0.0
+    ticket: int = 0
     evicted: bool = False
 
     @property
@@ -97,6 +100,7 @@ class WindowBlock:
     order: int  # of the group among the paged ones
     stamp: float
     priority: float = 0.0
+    ticket: int = 0
 
 
 @dataclass

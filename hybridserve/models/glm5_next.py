@@ -75,12 +75,9 @@ class SinkhornConnection(Connection):
         """streams: [T, n, D]. Returns [T, D], and the weights of writing [T, n] and mixing [T, n, n]."""
         flat = streams.flatten(1).float()
         flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self._norm_eps)
-        read, write, mix = (
-            logits * scale + base
-            for logits, scale, base in zip(
-                (flat @ self.fn.float().mT).split(self._parts, dim=-1), self.scale, self.base.split(self._parts), strict=True
-            )
-        )
+        logits = torch.split_with_sizes(flat @ self.fn.float().mT, self._parts, -1)
+        bases = torch.split_with_sizes(self.base, self._parts, 0)
+        read, write, mix = (x * scale + base for x, scale, base in zip(logits, self.scale, bases, strict=True))
         row = ((read.sigmoid() + self._eps)[..., None] * streams).sum(1).to(streams.dtype)
         mix = torch.unflatten(mix, -1, (self._parts[0], -1)).softmax(-1) + self._eps
         return row, (2 * write.sigmoid(), self._balanced(mix))
@@ -199,7 +196,8 @@ def _read_lower_bound(config: ConfigReader, linear: ConfigReader) -> float | Non
     safe = linear.read("safe_gate", bool, True)
     if linear.is_null("gate_lower_bound"):
         return -5.0 if safe else None
-    return linear.read("gate_lower_bound", float, bound) if linear.has("gate_lower_bound") else bound
+    nested = linear.read_optional("gate_lower_bound", float)
+    return bound if nested is None else nested
 
 
 def _read_indexed(config: ConfigReader) -> IndexedMLAConfig:

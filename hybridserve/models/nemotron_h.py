@@ -102,14 +102,12 @@ def _read_mamba(config: ConfigReader) -> Mamba2Config:
 def _read_attention(config: ConfigReader) -> AttentionConfig:
     config.expect("sliding_window")
     num_heads = config.read_size("num_attention_heads")
-    bias = config.read("attention_bias", bool, False)
+    config.expect("attention_bias", False)  # the published class has none, whatever it says
     return AttentionConfig(
         hidden_size=config.read_size("hidden_size"),
         num_heads=num_heads,
         num_kv_heads=config.read_size("num_key_value_heads", num_heads),
         head_dim=config.read_size("head_dim", 128),
-        qkv_bias=bias,
-        out_bias=bias,
     )
 
 

@@ -49,7 +49,8 @@ class StreamLayer(Layer):
         self.mixer = mixer
         self.mlp = mlp
         self.mixer_connection, self.mlp_connection = connections
-        self.norm, self.mlp_norm = (None, None) if norms is None else norms
+        self.norm = None if norms is None else norms[0]
+        self.mlp_norm = None if norms is None else norms[1]
         every: Sequence[Mixer] = [mixer] if first is None else [first, mixer]
         self.kind = "+".join(one.kind for one in every)
         self._specs = {f"{one.kind}.{name}": spec for one in every for name, spec in one.specs().items()}

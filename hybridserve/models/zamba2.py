@@ -225,6 +225,7 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     config.ignore(*_UNUSED_KEYS)
     config.expect("hidden_act", "gelu")
     config.expect("use_shared_mlp_adapter", True)
+    config.expect("tie_word_embeddings", True)  # in the published class, what ties the head ties the blocks as well
     info = read_info(config)
     eps, kinds = config.read("rms_norm_eps", float), _read_kinds(config)
     attention, mamba = _read_attention(config, info.max_positions), _read_mamba(config)
@@ -243,7 +244,7 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
         RMSNorm(info.hidden_size, eps, ops, dtype),
         ops,
         dtype,
-        tied=config.read("tie_word_embeddings", bool, True),
+        tied=True,
         weight_map=_weights(calling, num_blocks),
         streams=BesideEmbeddings(),
     )
