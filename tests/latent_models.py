@@ -108,6 +108,21 @@ def _glm5_next() -> tf.PreTrainedModel:
     return tf.Glm5NextForConditionalGeneration(tf.Glm5NextConfig(text_config=text, vision_config=vision))
 
 
+def _qwen4_exp() -> tf.PreTrainedModel:
+    text = {
+        **SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 4, "eos_token_id": 7,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+        "linear_conv_kernel_dim": 4, "output_gate_type": "sigmoid", "num_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "hc_count": 3, "hc_lowrank": 20,
+        "ple_layer_ids": [1, 3], "ple_embed_dim": 48, "ngram_size": 3, "heads_per_ngram": 3, "ngram_vocab_size_base": 50,
+        "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 4, "indexer_n_heads": 16, "indexer_kv_heads": 1,
+        "indexer_head_dim": 12, "indexer_budget": 12, "indexer_compress_ratio": 4,
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    }  # fmt: skip
+    return tf.Qwen4ExpForConditionalGeneration(tf.Qwen4ExpConfig(text_config=text, vision_config=_VISION))
+
+
 #: Makers by name.
 TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "deepseek_v3": _deepseek_v3,
@@ -118,6 +133,7 @@ TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "deepseek_v32": _deepseek_v32,
     "glm_moe_dsa": _glm_moe_dsa,
     "glm5_next": _glm5_next,
+    "qwen4_exp": _qwen4_exp,
 }
 
 
@@ -147,6 +163,11 @@ def released_config(config: dict[str, object]) -> dict[str, object]:
             "gate_lower_bound": old.pop("linear_lower_bound"),
             "safe_gate": True,
         }
+    if config["model_type"] == "qwen4_exp_text":
+        kinds = old["layer_types"]
+        assert isinstance(kinds, list)
+        old["layer_types"] = [{"indexed_attention": "full_attention"}.get(kind, kind) for kind in kinds]
+        old |= {"mtp_num_hidden_layers": 1, "attn_output_gate": True}
     if config["model_type"] == "bailing_hybrid":
         old["head_dim"] = old.pop("linear_head_dim")
         del old["linear_num_heads"], old["linear_conv_kernel_dim"], old["layer_types"]

@@ -18,7 +18,7 @@ FLOORS = [
     {"mixers"},
     {"models"},
     {"engine"},
-    {"check"},
+    {"check", "replay"},
     {"server"},
     {"llm"},
     {"cli"},

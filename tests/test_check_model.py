@@ -93,9 +93,8 @@ def test_released_shapes_cost_what_the_literature_says(name: str, tmp_path: Path
         return
     assert code == 0, [one for one in report["checks"] if one["status"] == "FAIL"]
     memory = report["memory"]
-    if release.kv_nbytes is not None:
-        assert memory["kv_nbytes_per_token"] == release.kv_nbytes
-        assert memory["state_nbytes_per_sequence"] == release.state_nbytes
+    assert release.kv_nbytes in (None, memory["kv_nbytes_per_token"])
+    assert release.state_nbytes in (None, memory["state_nbytes_per_sequence"])
     assert sum(run["num_layers"] for run in report["layers"]) >= 16
     assert report["dtype"] == "bfloat16"
 

@@ -15,7 +15,7 @@ VOCAB_SIZE = 96
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "max_position_embeddings": 512, **_NO_SPECIAL}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-ROPE = {"rope_type": "default", "rope_theta": 1e4}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}  # give away copies: configs write into what they are given
 #: Shorter than the prompts of the tests, no multiple of a block.
 WINDOW = 11
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -31,7 +31,7 @@ def _qwen3_moe() -> tf.PreTrainedModel:
         head_dim=24,
         mlp_only_layers=[1],
         norm_topk_prob=True,
-        rope_parameters=ROPE,
+        rope_parameters=dict(ROPE),
     )
     return tf.Qwen3MoeForCausalLM(config)
 
@@ -116,7 +116,7 @@ def _olmo_hybrid_rope() -> tf.PreTrainedModel:
         layer_types=kinds,
         intermediate_size=48,
         linear_allow_neg_eigval=False,
-        rope_parameters=ROPE,
+        rope_parameters=dict(ROPE),
         tie_word_embeddings=True,
     )
     return tf.OlmoHybridForCausalLM(config)
@@ -135,7 +135,7 @@ def _lara_mini() -> tf.PreTrainedModel:
         linear_key_head_dim=16,
         linear_value_head_dim=24,
         shared_expert_intermediate_size=40,
-        rope_parameters=ROPE,
+        rope_parameters=dict(ROPE),
     )
     return tf.LaraMiniForCausalLM(config)
 
@@ -151,7 +151,7 @@ def _lfm2_moe() -> tf.PreTrainedModel:
         intermediate_size=48,
         routed_scaling_factor=1.3,
         conv_bias=True,
-        rope_parameters=ROPE,
+        rope_parameters=dict(ROPE),
     )
     return tf.Lfm2MoeForCausalLM(config)
 
@@ -211,7 +211,7 @@ def _bamba() -> tf.PreTrainedModel:
         num_hidden_layers=3,
         attn_layer_indices=[1],
         intermediate_size=48,
-        rope_parameters=ROPE,
+        rope_parameters=dict(ROPE),
     )
     return tf.BambaForCausalLM(config)
 
@@ -238,7 +238,7 @@ _ZAMBA2 = {
 
 def _zamba2() -> tf.PreTrainedModel:
     config = tf.Zamba2Config(
-        **_ZAMBA2, use_shared_attention_adapter=True, use_mem_rope=True, add_bias_linear=True, rope_parameters=ROPE
+        **_ZAMBA2, use_shared_attention_adapter=True, use_mem_rope=True, add_bias_linear=True, rope_parameters=dict(ROPE)
     )
     return tf.Zamba2ForCausalLM(config)
 

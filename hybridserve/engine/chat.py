@@ -44,6 +44,10 @@ _RENDERER_NAMES = frozenset(
 )
 
 
+#: Content of messages that are not there yet.
+_PROBE = "\ufdd0"
+
+
 class ChatTemplate:
     """A model's chat template, compiled once. Renders as transformers' `apply_chat_template` does."""
 
@@ -103,19 +107,21 @@ class ChatTemplate:
     ) -> tuple[int, ...]:
         """Character positions in `text`, their rendering, where a chat with the same beginning is likely to part.
 
-        Found by rendering the first message and the last few prefixes of the list alone; a prefix that the template
-        refuses is left out.
+        Found by rendering the first message and the last few prefixes of the list alone, and the chat as its next turn
+        will have it: where the template strips thinking from history, that parts from `text` before the answer begins.
+        What the template refuses is left out.
         """
         deadline = time.monotonic() + RENDER_LIMIT_S
         counts = sorted({1, *range(max(1, len(messages) - MAX_BOUNDARIES + 1), len(messages) + 1)})
         chat = [self._plain(message) for message in messages]
+        next_turn = [*chat, {"role": "assistant", "content": _PROBE}, {"role": "user", "content": _PROBE}]
         found = set()
-        for count in counts:
+        for likely in (*(chat[:count] for count in counts), next_turn):
             try:
-                prefix = self._run(chat[:count], False, None, variables or {}, deadline)
+                rendered = self._run(likely, False, None, variables or {}, deadline)
             except RequestError:
                 continue
-            found.add(_common_chars(prefix, text))
+            found.add(_common_chars(rendered, text))
         return tuple(sorted(found - {0}))
 
     def _run(

@@ -4,7 +4,17 @@
 do so.
 """
 
-from hybridserve.mixers import attention, gated_delta, indexed_attention, indexed_mla, kda, mamba2, mla, short_conv
+from hybridserve.mixers import (
+    attention,
+    gated_delta,
+    indexed_attention,
+    indexed_mla,
+    kda,
+    mamba2,
+    mla,
+    ngram,
+    short_conv,
+)
 from hybridserve.mixers.base import Mixer, MixerConfig, RecurrentMixer, States, mixers
 
 __all__ = [
@@ -20,5 +30,6 @@ __all__ = [
     "mamba2",
     "mixers",
     "mla",
+    "ngram",
     "short_conv",
 ]

@@ -41,6 +41,22 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
+class GroupedRMSNorm(nn.Module):
+    """x / rms(x) * (1 + weight), the mean square over each `group_size` elements; fp32 inside (Qwen3.8-Flash-Next)."""
+
+    def __init__(self, dim: int, eps: float, dtype: torch.dtype, *, group_size: int) -> None:
+        super().__init__()
+        self.eps = eps
+        self.group_size = group_size
+        self.weight = empty_parameter(dim, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., D]. Returns [..., D] in x's dtype."""
+        groups = torch.unflatten(x.float(), -1, (-1, self.group_size))
+        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        return (normed.flatten(-2) * (1.0 + self.weight.float())).to(x.dtype)
+
+
 class GatedRMSNorm(nn.Module):
     """RMS norm and a gate, in either order; the norm is over each `group_size` elements, all of D when None."""
 

@@ -26,6 +26,7 @@ from hybridserve.models import (
     qwen3_5,
     qwen3_moe,
     qwen3_next,
+    qwen4_exp,
     zamba2,
 )
 from hybridserve.models.architectures import Builder, architectures, build_model
@@ -72,6 +73,7 @@ __all__ = [
     "qwen3_5",
     "qwen3_moe",
     "qwen3_next",
+    "qwen4_exp",
     "resolve",
     "zamba2",
 ]

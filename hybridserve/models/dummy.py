@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from hybridserve.mixers.norm import RMSNorm
+from hybridserve.mixers.norm import GroupedRMSNorm, RMSNorm
 
 #: A prime, so that tiling it never lines up with the rows of a matrix.
 _BLOCK = 1_000_003
@@ -28,7 +28,9 @@ class DummyWeights:
         self._at = 0
         # Norms that add 1 to their weight are neutral at 0, the others at 1.
         self._centred = {
-            f"{name}.weight" for name, module in model.named_modules() if isinstance(module, RMSNorm) and module.zero_centred
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, GroupedRMSNorm) or (isinstance(module, RMSNorm) and module.zero_centred)
         }
 
     def make(self, name: str, parameter: Tensor) -> Tensor:

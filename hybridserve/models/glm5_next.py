@@ -38,7 +38,7 @@ from hybridserve.models.streams import Connection, StreamLayer
 from hybridserve.models.weights import WeightMap
 
 _RENAMES = (
-    (r"(layers\.\d+)\.mixer\.", r"\1.self_attn."),
+    (r"\.mixers\.\w+\.", ".self_attn."),
     (r"\.mixer_connection\.", ".hc_attn_"),
     (r"\.mlp_connection\.", ".hc_ffn_"),
     *KDA_RENAMES,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hybridserve.backends.ops import Ops
 from hybridserve.config import EngineSettings
 from hybridserve.errors import WeightsError
+from hybridserve.mixers.host_table import HostTable
 from hybridserve.models.architectures import build_model
 from hybridserve.models.decoder import CausalLM
 from hybridserve.models.dummy import DummyWeights
@@ -84,7 +85,8 @@ def load_weights(model: CausalLM, folder: ModelFolder, device: torch.device, *, 
     data is read.
     """
     pieces, entries = plan_weights(model, folder)
-    wanted = dict(model.named_parameters())
+    _check_stated(model, entries)
+    wanted, on_host = dict(model.named_parameters()), host_parameters(model)
     by_tensor: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_tensor.setdefault(piece.tensor, []).append(piece)
@@ -93,7 +95,12 @@ def load_weights(model: CausalLM, folder: ModelFolder, device: torch.device, *, 
     made: dict[str, Tensor] = {}
     for name, tensor in read_tensors(used):
         for piece in by_tensor[name]:
-            mapped += _place(tensor, piece, wanted[piece.parameter], device, made)
+            parameter = wanted[piece.parameter]
+            if piece.parameter in on_host:
+                # In the dtype of the file: converting would read all of it.
+                mapped += _place(tensor, piece, parameter.to(tensor.dtype), torch.device("cpu"), made)
+            else:
+                mapped += _place(tensor, piece, parameter, device, made)
         done += entries[name].nbytes
         if progress is not None:
             progress(done / total if total else 1.0)
@@ -101,13 +108,30 @@ def load_weights(model: CausalLM, folder: ModelFolder, device: torch.device, *, 
     return _report(model, num_tensors=len(used), mapped_nbytes=mapped)
 
 
+def host_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters that stay in host memory whatever the device is."""
+    tables = {name for name, module in model.named_modules() if isinstance(module, HostTable)}
+    return {name for name, _ in model.named_parameters() if name.partition(".parts.")[0] in tables}
+
+
+def _check_stated(model: CausalLM, entries: Mapping[str, TensorEntry]) -> None:
+    """Compare the tensors whose values follow from the config. Raises WeightsError naming the first that differs."""
+    stated = model.weight_map.stated_in(entries)
+    for name, tensor in read_tensors({name: entries[name] for name in stated}):
+        if tuple(tensor.flatten().tolist()) != stated[name]:
+            raise WeightsError(
+                f"{name} in {entries[name].file.name} holds other numbers than config.json gives; take both from the same release"
+            )
+
+
 def load_dummy(model: CausalLM, device: torch.device, *, seed: int, progress: Progress | None = None) -> LoadReport:
     """Fill a laid-out model with random weights of its real shapes."""
-    weights, made = DummyWeights(model, device, seed), {}
+    weights, made, on_host = DummyWeights(model, device, seed), {}, host_parameters(model)
     total = sum(parameter.numel() for parameter in model.parameters())
     done = 0
     for name, parameter in model.named_parameters():
-        made[name] = weights.make(name, parameter)
+        tensor = weights.make(name, parameter)
+        made[name] = tensor.cpu() if name in on_host else tensor
         done += parameter.numel()
         if progress is not None:
             progress(done / total)

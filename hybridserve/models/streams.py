@@ -7,8 +7,6 @@ them, run by `decoder.py`.
 Letters: T rows, n streams, D hidden.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 
 from hybridserve.batch import Batch, LayerCaches
@@ -45,14 +43,15 @@ class StreamLayer(Layer):
         first: Mixer | None = None,
     ) -> None:
         super().__init__()
-        self.first = first
-        self.mixer = mixer
+        every = [mixer] if first is None else [first, mixer]
+        self.mixers = nn.ModuleDict({one.kind: one for one in every})
         self.mlp = mlp
         self.mixer_connection, self.mlp_connection = connections
         self.norm = None if norms is None else norms[0]
         self.mlp_norm = None if norms is None else norms[1]
-        every: Sequence[Mixer] = [mixer] if first is None else [first, mixer]
         self.kind = "+".join(one.kind for one in every)
+        self._own = {one.kind: {f"{one.kind}.{name}": name for name in one.specs()} for one in every}
+        self._order = tuple(self._own)
         self._specs = {f"{one.kind}.{name}": spec for one in every for name, spec in one.specs().items()}
 
     def cache_specs(self) -> dict[str, Spec]:
@@ -61,17 +60,17 @@ class StreamLayer(Layer):
 
     def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
         """x: [T, n, D]; caches by the names of `cache_specs`, written as `batch` says. Returns [T, n, D]."""
-        if self.first is not None:
-            x = x + self.first(x.flatten(1), batch, _own(self.first, caches)).view_as(x)
+        *first, last = self._order
+        for kind in first:
+            x = x + self._mix(kind, x.flatten(1), batch, caches).view_as(x)
         y, kept = self.mixer_connection.enter(x)
-        y = self.mixer(y if self.norm is None else self.norm(y), batch, _own(self.mixer, caches))
+        y = self._mix(last, y if self.norm is None else self.norm(y), batch, caches)
         x = self.mixer_connection.leave(x, y, kept)
         y, kept = self.mlp_connection.enter(x)
         y = self.mlp(y if self.mlp_norm is None else self.mlp_norm(y))
         return self.mlp_connection.leave(x, y, kept)
 
-
-def _own(mixer: Mixer, caches: LayerCaches) -> LayerCaches:
-    """A mixer's caches by the names that it gave them."""
-    prefix = f"{mixer.kind}."
-    return {name.removeprefix(prefix): cache for name, cache in caches.items() if name.startswith(prefix)}
+    def _mix(self, kind: str, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
+        """One of the mixers, on its own caches. x: [T, ...]. Returns the same shape."""
+        y: Tensor = self.mixers[kind](x, batch, {name: caches[full] for full, name in self._own[kind].items()})
+        return y

@@ -8,8 +8,8 @@ and every tensor on disk is used whole. Must not know files or architectures: th
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 import torch
@@ -146,7 +146,8 @@ class WeightMap:
 
     A parameter is looked for under its own name with `renames` (regular expression, replacement) applied in order; then the first
     rule whose pattern matches the result tells the spellings. One of `prefixes`, the same for all, stands before every name
-    except those of `rooted`. Tensors that match `ignored` are left alone.
+    except those of `rooted`. Tensors that match `ignored` are left alone. `stated` are tensors that no parameter holds since their
+    values follow from the config: the loader compares them.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
@@ -154,6 +155,7 @@ class WeightMap:
     prefixes: tuple[str, ...] = ("model.",)
     rooted: tuple[str, ...] = ("lm_head.",)
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+    stated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def with_tied_head(self) -> "WeightMap":
         """The same map for a model whose head is its embedding: a copy of the head on disk is left alone."""
@@ -168,14 +170,21 @@ class WeightMap:
         pieces = [piece for name, shape in wanted.items() for piece in self._find(name, shape, prefix, found)]
         missing = sorted({piece.tensor for piece in pieces if piece.tensor not in found})
         used = {piece.tensor for piece in pieces}
-        unexpected = sorted(name for name in found if name not in used and not self._is_ignored(name))
+        stated = self.stated_in(found)
+        unexpected = sorted(name for name in found if name not in used and name not in stated and not self._is_ignored(name))
         mismatched = _mismatches(pieces, found)
         if missing or unexpected or mismatched:
             raise WeightsError(_report(missing, unexpected, mismatched))
         _check_coverage(wanted, pieces)
         return pieces
 
-    def _prefix(self, found: Mapping[str, Shape]) -> str:
+    def stated_in(self, found: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Those tensors on disk whose values are `stated`, and the values."""
+        names = list(found)
+        prefix = self._prefix(names)
+        return {prefix + name: values for name, values in self.stated.items() if prefix + name in names}
+
+    def _prefix(self, found: Collection[str]) -> str:
         counts = {prefix: sum(name.startswith(prefix) for name in found) for prefix in self.prefixes}
         # Prefixes are listed from the longest: a shorter one counts the longer one's names too.
         return next((prefix for prefix, count in counts.items() if count), self.prefixes[-1])

@@ -47,7 +47,17 @@ class Roofline:
         return self.scale * (max(moved / self.device.nbytes_per_s, computing) + self.device.step_s)
 
     @classmethod
-    def of(cls, plan: CachePlan, device: Device, *, dense: int, experts: int, expert_share: float, itemsize: int) -> "Roofline":
+    def of(
+        cls,
+        plan: CachePlan,
+        device: Device,
+        *,
+        dense: int,
+        experts: int,
+        expert_share: float,
+        itemsize: int,
+        scale: float = 1.0,
+    ) -> "Roofline":
         """From parameter counts and a cache plan."""
         return cls(
             device=device,
@@ -57,4 +67,5 @@ class Roofline:
             flop_per_token=2.0 * (dense + experts * expert_share),
             kv_nbytes_per_token=float(plan.kv_nbytes_per_token),
             state_nbytes=float(plan.state_nbytes_per_sequence),
+            scale=scale,
         )

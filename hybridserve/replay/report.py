@@ -1,0 +1,133 @@
+"""What a replay says: ratios against the oracles, latencies, and a picture of the memory over time.
+
+Owns the arithmetic of the report and its two forms, a table and JSON. Called by `cli/replay.py`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from hybridserve.errors import MissingDependencyError
+from hybridserve.kv.arena import CachePlan
+from hybridserve.replay.oracle import capacity_hits, longest_prefixes
+from hybridserve.replay.simulate import Outcome
+from hybridserve.replay.trace import TraceRequest
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """Figures of one replay; ratios are of the prompt tokens of the requests that ran."""
+
+    policy: str
+    num_requests: int
+    num_refused: int
+    num_prompt_tokens: int
+    hit_ratio: float
+    oracle_ratio: float  # unlimited memory
+    capacity_oracle_ratio: float  # the same bytes, and knowledge of the future
+    excess_prefill: float  # tokens computed over those that the unlimited oracle computes
+    share_of_capacity_oracle: float
+    checkpoints_per_request: float
+    num_preemptions: int
+    num_steps: int
+    virtual_s: float
+    wall_s: float
+    first_token_s: dict[str, float]
+    end_to_end_s: dict[str, float]
+    tokens_by_reason: dict[str, int]
+    occupancy: list[dict[str, float]]
+
+
+def make_report(
+    trace: Sequence[TraceRequest], plan: CachePlan, outcome: Outcome, *, policy: str, nbytes: int, wall_s: float
+) -> Report:
+    """Compare an outcome with the oracles. Requests that were refused (too long for the model) count nowhere."""
+    ran = [number for number, timing in enumerate(outcome.timings) if timing is not None]
+    kept = [trace[number] for number in ran]
+    total = max(1, sum(request.num_prompt for request in kept))
+    hits = sum(outcome.hits[number] for number in ran)
+    oracle = sum(longest_prefixes(kept))
+    capacity = sum(
+        capacity_hits(
+            kept,
+            nbytes=nbytes,
+            kv_nbytes_per_token=plan.kv_nbytes_per_token,
+            state_nbytes=plan.state_nbytes_per_sequence,
+        )
+    )
+    timings = [timing for timing in outcome.timings if timing is not None]
+    return Report(
+        policy=policy,
+        num_requests=len(ran),
+        num_refused=len(trace) - len(ran),
+        num_prompt_tokens=total,
+        hit_ratio=hits / total,
+        oracle_ratio=oracle / total,
+        capacity_oracle_ratio=capacity / total,
+        excess_prefill=(total - hits) / max(1, total - oracle),
+        share_of_capacity_oracle=hits / max(1, capacity),
+        checkpoints_per_request=outcome.num_checkpoints / max(1, len(ran)),
+        num_preemptions=outcome.num_preemptions,
+        num_steps=outcome.num_steps,
+        virtual_s=outcome.clock_s,
+        wall_s=wall_s,
+        first_token_s=_percentiles([timing.first_token_s for timing in timings]),
+        end_to_end_s=_percentiles([timing.end_s for timing in timings]),
+        tokens_by_reason=outcome.prompt_tokens_by_reason,
+        occupancy=[
+            {"clock_s": clock, **{name: float(value) for name, value in usage.items()}} for clock, usage in outcome.occupancy
+        ],
+    )
+
+
+def as_table(report: Report) -> str:
+    """The report for people."""
+    speed = report.virtual_s / report.wall_s if report.wall_s else float("inf")
+    rows: list[tuple[str, str]] = [
+        ("requests", f"{report.num_requests:,} ({report.num_refused} refused)"),
+        ("prompt tokens", f"{report.num_prompt_tokens:,}"),
+        ("hit ratio", f"{report.hit_ratio:.4f}"),
+        ("oracle, unlimited memory", f"{report.oracle_ratio:.4f}"),
+        ("oracle, same memory", f"{report.capacity_oracle_ratio:.4f} (of it: {report.share_of_capacity_oracle:.3f})"),
+        ("excess prefill", f"{report.excess_prefill:.3f}"),
+        ("checkpoints per request", f"{report.checkpoints_per_request:.2f}"),
+        ("preemptions", f"{report.num_preemptions:,}"),
+        ("first token s", _line(report.first_token_s)),
+        ("end to end s", _line(report.end_to_end_s)),
+        ("virtual time", f"{report.virtual_s:,.0f} s in {report.wall_s:.1f} s, {speed:.0f} times real time"),
+    ]
+    rows += [
+        (f"  {reason}", f"{count:,}") for reason, count in sorted(report.tokens_by_reason.items(), key=lambda item: -item[1])
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def draw(report: Report, path: Path) -> None:
+    """A picture of superpages in use and pages by kind over virtual time. Raises MissingDependencyError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError("--picture needs matplotlib; install it, or use --json") from error
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    clock = [sample["clock_s"] for sample in report.occupancy]
+    for name in ("blocks_used", "blocks_cached", "slots_used", "slots_cached"):
+        total = name.split("_")[0] + "_total"
+        axes.plot(
+            clock, [100 * s.get(name, 0.0) / max(1.0, s.get(total, 1.0)) for s in report.occupancy], label=name.replace("_", " ")
+        )
+    axes.set_xlabel("virtual time, s")
+    axes.set_ylabel("% of the arena")
+    axes.set_title(f"{report.policy}: hit ratio {report.hit_ratio:.3f}, oracle {report.oracle_ratio:.3f}")
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values) or [0.0]
+    return {f"p{p}": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in (50, 90, 99)}
+
+
+def _line(percentiles: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.3f}" for name, value in percentiles.items())

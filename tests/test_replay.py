@@ -1,0 +1,156 @@
+"""Replays: the oracles against counting by hand, the readers, and what the real cache reaches of the oracles."""
+
+import gzip
+import json
+import random
+
+import numpy as np
+import pytest
+
+from hybridserve.cli import main
+from hybridserve.errors import UsageError
+from hybridserve.kv.arena import plan_cache
+from hybridserve.kv.spec import PagedSpec, StateSpec, TensorSpec
+from hybridserve.replay.oracle import capacity_hits, longest_prefixes
+from hybridserve.replay.roofline import DEVICES, Roofline
+from hybridserve.replay.simulate import Replay
+from hybridserve.replay.trace import SYNTHETIC, Segment, TraceRequest, load_trace, read_trace, tokens_of
+
+KV = PagedSpec((TensorSpec("k", (2, 256), "bfloat16"), TensorSpec("v", (2, 256), "bfloat16")))
+STATE = StateSpec((TensorSpec("conv", (3, 8192), "bfloat16"), TensorSpec("recurrent", (32, 128, 128), "float32")))
+#: Layers of Qwen3.5-35B-A3B: 30 states of 2,146,304 bytes and 10 caches of 2,048 bytes a token.
+LAYERS = [{"kv": KV} if i % 4 == 3 else {"state": STATE} for i in range(40)]
+
+
+def replay(trace, nbytes, *, policy="cost", num_seqs=32):
+    plan = plan_cache(LAYERS, int(nbytes), max_chunk=8192)
+    roofline = Roofline.of(plan, DEVICES["h200"], dense=3 * 10**9, experts=32 * 10**9, expert_share=1 / 32, itemsize=2)
+    run = Replay(trace, plan, roofline, max_model_len=65536, max_num_seqs=num_seqs, max_num_batched_tokens=8192, policy=policy)
+    return run.run(), plan
+
+
+def tokens(request):
+    return np.concatenate([tokens_of(segment) for segment in request.prompt])
+
+
+def brute_force(requests):
+    """Longest common prefixes, token by token against everything before."""
+    seen, out = [], []
+    for request in requests:
+        prompt = tokens(request)
+        best = 0
+        for other in seen:
+            n = min(len(prompt), len(other))
+            different = np.flatnonzero(prompt[:n] != other[:n])
+            best = max(best, int(different[0]) if len(different) else n)
+        out.append(min(best, len(prompt) - 1))
+        seen.append(np.concatenate([prompt, tokens_of(request.answer)]))
+    return out
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_the_oracle_equals_counting_token_by_token(name):
+    trace = load_trace(name, num_requests=60, seed=3)
+    assert len(trace) == 60
+    assert longest_prefixes(trace) == brute_force(trace)
+
+
+def test_the_capacity_oracle_keeps_what_is_used_soonest():
+    a, b = Segment(1, 100), Segment(2, 100)
+    order = [a, b, b, a, b]
+    trace = [TraceRequest(float(i), (s, Segment(100 + i, 10)), Segment(200 + i, 5)) for i, s in enumerate(order)]
+    everything = capacity_hits(trace, nbytes=1e9, kv_nbytes_per_token=1, state_nbytes=10)
+    assert everything == longest_prefixes(trace) == [0, 0, 100, 100, 100]
+    # Room for one of the two (100 of text, 10 of state): b is used sooner, then a has nothing.
+    assert capacity_hits(trace, nbytes=115, kv_nbytes_per_token=1, state_nbytes=10) == [0, 0, 100, 0, 100]
+    assert capacity_hits(trace, nbytes=50, kv_nbytes_per_token=1, state_nbytes=10) == [0] * 5
+
+
+def test_no_hit_beats_the_oracle():
+    trace = load_trace("conversations", num_requests=150, seed=1)
+    outcome, _ = replay(trace, 8e9, num_seqs=8)
+    for hit, most in zip(outcome.hits, longest_prefixes(trace), strict=True):
+        assert hit <= most
+
+
+@pytest.mark.parametrize(("name", "most"), [("shared-prefixes", 1.1), ("bursts", 1.02)])
+def test_short_shared_prefixes_cost_at_most_a_tenth_more_than_the_oracle(name, most):
+    trace = load_trace(name, num_requests=400, seed=0)
+    outcome, _ = replay(trace, 60e9)
+    total = sum(request.num_prompt for request in trace)
+    # The first requests of each kind weigh more in a short trace than in a long one.
+    excess = (total - sum(outcome.hits)) / (total - sum(longest_prefixes(trace)))
+    assert excess <= most + 0.06
+
+
+def test_under_pressure_the_default_policy_beats_plain_lru():
+    trace = load_trace("conversations", num_requests=400, seed=0)
+    hits = {policy: sum(replay(trace, 5.6e9, policy=policy, num_seqs=16)[0].hits) for policy in ("cost", "lru")}
+    assert hits["cost"] > 1.03 * hits["lru"]
+
+
+def test_a_replay_repeats_exactly():
+    trace = load_trace("branches", num_requests=80, seed=5)
+    first, again = replay(trace, 4e9)[0], replay(trace, 4e9)[0]
+    assert first.hits == again.hits
+    assert first.timings == again.timings
+
+
+def test_mooncake_files_are_read_plain_and_gzipped(tmp_path):
+    rows = [
+        {"timestamp": 0, "input_length": 1000, "output_length": 7, "hash_ids": [5, 6]},
+        {"timestamp": 2500, "input_length": 1536, "output_length": 1, "hash_ids": [5, 6, 9]},
+    ]
+    text = "\n".join(map(json.dumps, rows))
+    plain, packed = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
+    plain.write_text(text)
+    packed.write_bytes(gzip.compress(text.encode()))
+    trace = read_trace(str(plain))
+    assert trace == read_trace(str(packed))
+    assert [request.num_prompt for request in trace] == [1000, 1536]
+    assert trace[1].arrival_s == 2.5
+    assert longest_prefixes(trace) == [0, 1000]
+    np.testing.assert_array_equal(tokens(trace[0]), tokens(trace[1])[:1000])
+
+
+def test_unreadable_traces_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="no synthetic trace; known: shared-prefixes"):
+        load_trace("nothing", num_requests=1, seed=0)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"timestamp": 0, "input_length": 3}\n')
+    with pytest.raises(UsageError, match="lacks 'hash_ids'"):
+        load_trace(str(bad), num_requests=1, seed=0)
+
+
+def test_the_command_prints_its_documented_keys(tmp_path, capsys):
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 100, "hidden_size": 32, "intermediate_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = [
+        "replay",
+        "bursts",
+        "--model",
+        str(tmp_path / "config.json"),
+        "--memory",
+        "64MiB",
+        "--num-requests",
+        "20",
+        "--json",
+    ]
+    assert main(arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {"hit_ratio", "oracle_ratio", "capacity_oracle_ratio", "excess_prefill"} <= set(report)
+    assert report["num_requests"] == 20
+    assert report["hit_ratio"] <= report["oracle_ratio"] + 1e-9
+
+
+def test_segments_of_one_key_are_prefixes_of_each_other_and_keys_differ_at_once():
+    rng = random.Random(0)
+    for _ in range(50):
+        key = rng.randrange(2**60)
+        np.testing.assert_array_equal(tokens_of(Segment(key, 50))[:20], tokens_of(Segment(key, 20)))
+    first = {int(tokens_of(Segment(key, 1))[0]) for key in range(2000)}
+    assert len(first) > 1990
