@@ -2,9 +2,9 @@
 
     python -m benchmarks.throughput [--repeats 5] [--json FILE]
 
-Two comparisons in one run, arms alternating, on the same bf16 weights, prompts and threads: eight requests of 256 tokens in and 64
-out (all at once here, one after another there, as `generate` is used), and one stream alone. Printed beside: the floor, weights and
-states over the measured read bandwidth, plus prompt arithmetic over the measured matrix rate.
+Two comparisons in one run, arms alternating, on the same bf16 weights, prompts and threads: eight requests of 256 tokens in and
+64 out (all at once here, one after another there, as `generate` is used), and one stream alone. Printed beside: the floor,
+weights and states over the measured read bandwidth, plus prompt arithmetic over the measured matrix rate.
 """
 
 import argparse
@@ -56,7 +56,8 @@ class Hybridserve:
     name = "hybridserve"
 
     def __init__(self, folder: Path) -> None:
-        self._llm = LLM(str(folder), dtype="bfloat16", enable_prefix_caching=False, kv_cache_memory="1GiB", max_num_seqs=NUM_REQUESTS)
+        settings = {"enable_prefix_caching": False, "kv_cache_memory": "1GiB", "max_num_seqs": NUM_REQUESTS}
+        self._llm = LLM(str(folder), dtype="bfloat16", **settings)
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)

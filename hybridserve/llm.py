@@ -97,6 +97,11 @@ class LLM:
             raise UsageError("this model has no tokenizer.json; give prompts as {'prompt_token_ids': [...]}, or --tokenizer")
         return self._tokenizer
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` works; then a bare prompt may be nothing that the model knows how to go on from."""
+        return self._template is not None
+
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[GenerationResult]:

@@ -13,12 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from hybridserve.cli import COMMANDS, main
 from hybridserve.cli.bench_serve import percentile
 from hybridserve.cli.flags import Sources, add_config, add_settings, changed
 from hybridserve.cli.folder import name_of, text_folder
+from hybridserve.cli.progress import loading_bar
 from hybridserve.cli.report import describe, nbytes
 from hybridserve.config import EngineSettings, ServerSettings
 from hybridserve.errors import UsageError
@@ -104,6 +106,8 @@ def test_no_subcommand_imports_what_is_slow_before_it_needs_it(module: str) -> N
         (["serve", "demo", "--host", "0.0.0.0"], 2, "--allow-open-bind"),
         (["serve", "demo", "--config", "nowhere.yaml"], 2, "nowhere.yaml"),
         (["generate", "demo", "--prompt", ""], 2, "empty"),
+        (["generate", "demo", "--prompt", "x", "--max-tokens", "0"], 2, "from 1 to 2147483647"),
+        (["generate", "demo", "--prompt", "x", "--max-model-len", "1"], 2, "max_model_len"),
         (["bench", "serve", "--base-url", "http://127.0.0.1:9"], 2, "cannot be reached"),
         (["bench", "serve", "--base-url", "ftp://x"], 2, "no HTTP URL"),
         (["chat", "--url", "http://127.0.0.1:9"], 2, "cannot be reached"),
@@ -127,6 +131,21 @@ def test_the_start_up_report_tells_layers_caches_and_users() -> None:
     for words in ("1.50 %", "512 B a token", "4.00 KiB of state", "3 with 1,024 tokens", "speculation: not_implemented"):
         assert words in text
     assert nbytes(3 * 2**30) == "3.00 GiB"
+
+
+def test_operations_of_one_backend_share_a_line_of_the_report() -> None:
+    info = msgspec.structs.replace(
+        make_info(500), backends={"norm": "cpu: native", "moe": "reference: plain", "conv": "cpu: native"}
+    )
+    lines = [line for line in describe(info) if line.startswith("backend ")]
+    assert lines == ["backend cpu: native: conv, norm", "backend reference: plain: moe"]
+
+
+def test_loading_is_told_once_a_stage_in_a_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), loading_bar() as show:
+        for stage, fraction in (("choosing backends", 0.0), ("loading weights", 0.0), ("loading weights", 1.0)):
+            show(stage, fraction)
+    assert [record.getMessage() for record in caplog.records] == ["engine: choosing backends", "engine: loading weights"]
 
 
 def test_a_models_name_tells_no_path(tmp_path: Path) -> None:
@@ -156,6 +175,15 @@ def test_generate_in_process() -> None:
     assert done.returncode == 0, done.stderr
     first, second = map(json.loads, done.stdout.splitlines())
     assert (first["prompt"], second["prompt"], first["finish_reason"]) == ("one two", "three", "length")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "is_told"), [([], True), (["--chat"], False), (["--max-tokens", "4", "--ignore-eos"], False)])
+def test_a_chat_model_that_has_nothing_to_add_to_a_bare_prompt_gets_a_note(flags: list[str], is_told: bool) -> None:
+    ends_at_once = ["--stop", "a", "--stop", "e", "--stop", "i"] if is_told else []
+    done = hybridserve("generate", "demo", "--prompt", "Repeat: a", "--temperature", "0", *flags, *ends_at_once)
+    assert done.returncode == 0, done.stderr
+    assert ("try --chat" in done.stderr) == (is_told and not done.stdout.strip())
 
 
 @pytest.mark.slow
@@ -236,11 +264,12 @@ def test_serve_with_the_real_engine_and_its_clients() -> None:
         assert 0 < result["mean_ttft_ms"] < result["mean_e2el_ms"]
 
         said = hybridserve(
-            "chat", "--url", url, "--api-key", "k", "--max-tokens", "5", "--ignore-eos", input="hello\n/new\nhello\n"
+            "chat", "--url", url, "--api-key", "k", "--max-tokens", "5", "--ignore-eos", input="hello\n/new\n/fly\nhello\n"
         )
         assert said.returncode == 0, said.stderr
         lines = said.stdout.splitlines()
         assert len(lines) >= 2
+        assert "unknown command /fly" in said.stderr
         refused = hybridserve("chat", "--url", url, "--api-key", "wrong", input="hello\n")
         assert refused.returncode == 2
         assert "API key" in refused.stderr
@@ -251,6 +280,27 @@ def test_serve_with_the_real_engine_and_its_clients() -> None:
         assert "hello" not in text
         child.send_signal(signal.SIGTERM)
         assert child.wait(30) == 0
+
+
+def test_a_signal_while_the_engine_loads_ends_the_server_at_once() -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from hybridserve.cli import main; sys.exit(main())",
+        "serve",
+        "demo",
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT) as child:
+        assert child.stderr is not None
+        child.stderr.readline()  # it has begun
+        time.sleep(0.5)
+        child.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        child.wait(30)
+        assert time.monotonic() - start < 5
+        assert "Traceback" not in child.stderr.read()
 
 
 @pytest.mark.slow

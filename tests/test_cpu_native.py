@@ -16,9 +16,11 @@ from torch import Tensor
 from hybridserve.backends.activations import ACTIVATIONS
 from hybridserve.backends.cpu import offer
 from hybridserve.backends.cpu.build import library_path
+from hybridserve.backends.cpu.experts import NativeMoe
 from hybridserve.backends.cpu.library import Library
 from hybridserve.backends.cpu.linear import NativeLinear
 from hybridserve.backends.offer import Operation
+from hybridserve.backends.ops import Activation
 from hybridserve.batch import Batch, PagedTable, StateTable
 from hybridserve.config import user_cache_folder
 from hybridserve.errors import MissingDependencyError
@@ -242,31 +244,53 @@ def test_a_long_sequence_may_keep_a_state_where_it_started() -> None:
 
 
 @compiled
-@DTYPES
-def test_experts_of_a_row_give_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
-    x, gate_up, down = (
-        random(530, 50, dtype=dtype),
-        random(6, 2 * 37, 50, dtype=dtype, seed=1),
-        random(6, 50, 37, dtype=dtype, seed=2),
-    )
-    ids = random(530, 6, seed=3).argsort(1)[:, :2]  # not contiguous
-    weights = random(530, 2, seed=4)
-    whole = op("moe")(x, ids, weights, gate_up, down, activation="silu")
-    assert whole is not None
-    for row in (0, 17, 511, 512, 529):
-        here = slice(row, row + 1)
-        assert torch.equal(whole[here], op("moe")(x[here], ids[here], weights[here], gate_up, down, activation="silu"))
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts_with_bounds_shift_and_biases_are_right(gated: bool) -> None:
+    x, gate_up, down = random(9, 50), random(5, 74 if gated else 37, 50, seed=1), random(5, 50, 37, seed=2)
+    biases, weights = (random(5, gate_up.shape[1], seed=5), random(5, 50, seed=6)), random(9, 2, seed=4)
+    ids = random(9, 5, seed=3).argsort(1)[:, :2]
+    moe = NativeMoe(Library(library_path(user_cache_folder())), bf16_hardware=False)
+    y = moe(x, ids, weights, gate_up, down, activation="quick_gelu", limit=3.0, up_shift=1.0, biases=biases)
+    for row in range(9):
+        expected = torch.zeros(50, dtype=torch.float64)
+        for expert, weight in zip(ids[row].tolist(), weights[row].double(), strict=True):
+            inner = gate_up[expert].double() @ x[row].double() + biases[0][expert]
+            gate = inner[:37].clamp(max=3.0) if gated else inner
+            inner = gate * torch.sigmoid(1.702 * gate) * ((inner[37:].clamp(-3.0, 3.0) + 1.0) if gated else 1.0)
+            expected += weight * (down[expert].double() @ inner + biases[1][expert])
+        torch.testing.assert_close(y[row].double(), expected, atol=1e-3, rtol=1e-5)
 
 
 @compiled
-@pytest.mark.parametrize("activation", ["silu", "sigmoid", "gelu", "gelu_tanh", "relu2", "identity"])
-def test_activations_at_their_limits(activation: str) -> None:
+@DTYPES
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts_of_a_row_give_the_same_bits_in_any_batch(dtype: torch.dtype, gated: bool) -> None:
+    opened = 2 * 37 if gated else 37
+    x, gate_up, down = (
+        random(530, 50, dtype=dtype),
+        random(6, opened, 50, dtype=dtype, seed=1),
+        random(6, 50, 37, dtype=dtype, seed=2),
+    )
+    biases = random(6, opened, seed=5), random(6, 50, dtype=dtype, seed=6)
+    ids = random(530, 6, seed=3).argsort(1)[:, :2]  # not contiguous
+    weights = random(530, 2, seed=4)
+    choices = {"activation": "silu", "limit": 2.0, "up_shift": 0.5, "biases": biases}
+    moe = NativeMoe(Library(library_path(user_cache_folder())), bf16_hardware=False)
+    whole = moe(x, ids, weights, gate_up, down, **choices)
+    for row in (0, 17, 511, 512, 529):
+        here = slice(row, row + 1)
+        assert torch.equal(whole[here], moe(x[here], ids[here], weights[here], gate_up, down, **choices))
+
+
+@compiled
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_at_their_limits(activation: Activation) -> None:
     """By experts of one entry: gate 1, up 1, down 1, so that the result is x act(x)."""
     x = torch.tensor([-1e30, -200.0, -88.5, -87.0, -1.0, -1e-30, 0.0, 1e-3, 1.0, 10.0, 87.5, 89.0, 300.0, torch.nan])[:, None]
     one, ids = torch.ones(1, 1, 1), torch.zeros(len(x), 1, dtype=torch.int64)
     y = op("moe")(x, ids, torch.ones(len(x), 1), one.expand(1, 2, 1).contiguous(), one, activation=activation)
     assert y is not None
-    expected = (ACTIVATIONS[activation](x.double()) * x.double()).float()  # type: ignore[index]
+    expected = (ACTIVATIONS[activation](x.double()) * x.double()).float()
     torch.testing.assert_close(y, expected, atol=1e-30, rtol=2e-6, equal_nan=True)
 
 
@@ -354,6 +378,12 @@ def test_other_types_and_devices_are_refused_with_the_reason() -> None:
     assert "cuda" in offer(torch.device("cuda"), torch.bfloat16).reason
     assert not offer(CPU, torch.float16).ops
     assert not offer(torch.device("cuda"), torch.bfloat16).ops
+
+
+@compiled
+def test_loading_leaves_the_processor_s_rounding_alone() -> None:
+    """Code that is linked for fast mathematics makes denormals zero in the whole process."""
+    assert (torch.tensor([1e-40]) * 1.0).item() > 0
 
 
 @compiled

@@ -34,7 +34,9 @@ def greedy(model, prompt):
 
 
 def engine(folder, **settings):
-    return EngineCore(EngineSettings(model=str(folder), dtype="float32", max_num_seqs=8, **{"kv_cache_memory": 2**26, **settings}))
+    return EngineCore(
+        EngineSettings(model=str(folder), dtype="float32", max_num_seqs=8, **{"kv_cache_memory": 2**26, **settings})
+    )
 
 
 def request(name, prompt, max_tokens=NEW_TOKENS, **sampling):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +19,8 @@ SETTINGS = EngineSettings(model="demo", kv_cache_memory=2**26, max_num_seqs=4, m
 
 
 def request(name, max_tokens=8, prompt=(1, 5, 6, 7)):
-    return EngineRequest(
-        request_id=name, prompt_token_ids=list(prompt), sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return EngineRequest(request_id=name, prompt_token_ids=list(prompt), sampling=sampling)
 
 
 def with_engine(scenario, settings=SETTINGS):
@@ -164,7 +164,7 @@ def test_the_engine_dies_with_its_parent():
             os.kill(child, 0)
         except ProcessLookupError:
             return
-        if open(f"/proc/{child}/stat").read().split(")")[1].split()[0] == "Z":
+        if Path(f"/proc/{child}/stat").read_text().split(")")[1].split()[0] == "Z":
             return
         time.sleep(0.1)
     os.kill(child, signal.SIGKILL)

@@ -123,7 +123,10 @@ def test_requests_that_arrive_together_compute_a_shared_prefix_once(layout, shar
 
 
 def common_prefix(prompt, others):
-    return max((next((i for i, (a, b) in enumerate(zip(prompt, o, strict=True)) if a != b), len(prompt) - 1) for o in others), default=0)
+    def shared(other):
+        return next((i for i, (a, b) in enumerate(zip(prompt, other, strict=True)) if a != b), len(prompt) - 1)
+
+    return max(map(shared, others), default=0)
 
 
 def test_an_explanation_adds_up_and_names_its_reason():

@@ -344,6 +344,7 @@ WRONG = [
     ({"prompt": "x", "stop": ""}, "stop", "stop string"),
     ({"prompt": "x", "stop_token_ids": [10**6]}, "stop_token_ids", "1000000"),
     ({"prompt": "x", "logit_bias": {"1000000": 1}}, "logit_bias", "1000000"),
+    ({"prompt": "x", "logit_bias": {"the": 1}}, "logit_bias", "int"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
     ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "streamed"),
     ({"prompt": "x", "cache_salt": "a@b"}, "cache_salt", "128"),
@@ -379,7 +380,8 @@ WRONG_CHATS = [
     ({"messages": CHAT, "logprobs": True, "top_logprobs": 50}, "top_logprobs"),
     ({"messages": CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
     ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [*CHAT, {"role": "assistant"}]}, f"messages[{len(CHAT)}].content"),
 ]
 
 

@@ -196,7 +196,7 @@ def _nemotron_h() -> tf.PreTrainedModel:
 def _nemotron_h_latent() -> tf.PreTrainedModel:
     biases = dict.fromkeys(("use_bias", "mlp_bias"), True)
     kinds = ["mlp", "moe", "linear_attention", "full_attention"]
-    config = tf.NemotronHConfig(**_NEMOTRON, **biases, layers_block_type=kinds, moe_latent_size=20, norm_topk_prob=False)
+    config = tf.NemotronHConfig(**_NEMOTRON, **biases, layers_block_type=kinds, moe_latent_size=32, norm_topk_prob=False)
     return tf.NemotronHForCausalLM(config)
 
 
@@ -247,7 +247,48 @@ def _zamba2_plain() -> tf.PreTrainedModel:
     return tf.Zamba2ForCausalLM(tf.Zamba2Config(**_ZAMBA2, time_step_min=0.3, rms_norm_eps=1e-4))
 
 
-#: Makers by name.
+def _jamba() -> tf.PreTrainedModel:
+    periods = {"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+    mamba = {"mamba_d_state": 6, "mamba_dt_rank": 5, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_proj_bias": True}
+    experts = {"num_experts": 6, "num_experts_per_tok": 3}
+    config = tf.JambaConfig(**SIZES, **HEADS, **periods, **mamba, **experts, num_hidden_layers=4, intermediate_size=48)
+    return tf.JambaForCausalLM(config)
+
+
+_MAMBA = {**{k: v for k, v in SIZES.items() if k != "max_position_embeddings"}, "state_size": 6, "num_hidden_layers": 3}
+
+
+def _mamba() -> tf.PreTrainedModel:
+    return tf.MambaForCausalLM(tf.MambaConfig(**_MAMBA, use_bias=True, tie_word_embeddings=False))
+
+
+def _falcon_mamba() -> tf.PreTrainedModel:
+    return tf.FalconMambaForCausalLM(tf.FalconMambaConfig(**_MAMBA, time_step_rank=7, mixer_rms_eps=1e-3))
+
+
+def _minimax() -> tf.PreTrainedModel:
+    factors = {
+        "full_attn_alpha_factor": 1.3, "full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 1.1,
+        "linear_attn_beta_factor": 0.9, "mlp_alpha_factor": 1.2, "mlp_beta_factor": 0.7,
+    }  # fmt: skip
+    config = tf.MiniMaxConfig(
+        **SIZES,
+        **HEADS,
+        **factors,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        head_dim=24,
+        intermediate_size=24,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        block_size=16,
+        rope_parameters=dict(ROPE),
+    )
+    return tf.MiniMaxForCausalLM(config)
+
+
+#: Makers by name. Of the last four, transformers is the reference in one pass only: its chunks start from no state, or from
+#: the wrong position.
 TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "qwen3_moe": _qwen3_moe,
     "gpt_oss": _gpt_oss,
@@ -265,6 +306,10 @@ TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
     "mamba2": _mamba2,
     "zamba2": _zamba2,
     "zamba2_plain": _zamba2_plain,
+    "jamba": _jamba,
+    "mamba": _mamba,
+    "falcon_mamba": _falcon_mamba,
+    "minimax": _minimax,
 }
 
 

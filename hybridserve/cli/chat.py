@@ -84,6 +84,8 @@ async def _converse(answerer: Answerer, start: list[dict[str, Any]], name: str) 
             return
         if text == "/new":
             messages = list(start)
+        elif text.startswith("/"):
+            print(f"unknown command {text.split()[0]}; {_HELP}", file=sys.stderr)
         if not text or text.startswith("/"):
             continue
         messages.append({"role": "user", "content": text})

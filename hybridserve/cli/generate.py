@@ -81,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
             results = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], sampling)
         else:
             results = llm.generate(prompts, sampling)
+        if llm.has_chat_template and not arguments.chat and not all(output.text for one in results for output in one.outputs):
+            print("note: the model had nothing to add; it is made for chats: try --chat", file=sys.stderr)
     choices = [(prompt, output) for prompt, result in zip(prompts, results, strict=True) for output in result.outputs]
     for prompt, output in choices:
         if arguments.json:

@@ -12,12 +12,20 @@ def describe(info: EngineInfo) -> list[str]:
     return [
         f"model: {info.architecture}, {info.num_parameters / 1e6:,.1f} M parameters, {info.dtype} on {info.device}",
         f"layers: {info.layer_plan}",
-        *(f"backend of {operation}: {choice}" for operation, choice in sorted(info.backends.items())),
+        *_backends(info),
         f"weights: {nbytes(info.weights_nbytes)}, loaded in {info.load_s:.1f} s",
         *_cache_plan(info),
         f"users at once: {_users(info)} (at most {info.max_num_seqs} run, {info.max_num_queued_reqs} wait)",
         *(f"off: {feature}: {reason}" for feature, reason in sorted(info.features_off.items())),
     ]
+
+
+def _backends(info: EngineInfo) -> list[str]:
+    """A line for each backend and reason, with the operations that have it."""
+    chosen: dict[str, list[str]] = {}
+    for operation, choice in sorted(info.backends.items()):
+        chosen.setdefault(choice, []).append(operation)
+    return [f"backend {choice}: {', '.join(operations)}" for choice, operations in chosen.items()]
 
 
 def _cache_plan(info: EngineInfo) -> list[str]:

@@ -149,10 +149,11 @@ class EngineProcessClient:
         self._is_closing = True
         process = self._process
         if process is not None and process.returncode is None:
+            # An engine that still loads reads no messages, and has nothing to lose.
             if self._is_alive:
                 await self._send(Shutdown(drain=drain_s > 0))
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(process.wait(), drain_s + _EXIT_TIMEOUT_S)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(process.wait(), drain_s + _EXIT_TIMEOUT_S)
             if process.returncode is None:
                 process.kill()
                 await process.wait()

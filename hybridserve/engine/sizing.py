@@ -59,8 +59,14 @@ def free_nbytes(device: torch.device) -> int:
 def size_cache(settings: EngineSettings, specs: Sequence[Mapping[str, Spec]], max_positions: int, free: int) -> Sizing:
     """Plan the caches that layers with these specs get when `free` bytes are left beside the weights.
 
-    `max_positions` is the longest context of the model. Raises DoesNotFitError with what one sequence needs.
+    `max_positions` is the longest context of the model. Raises UsageError when more is asked for, and DoesNotFitError with what
+    one sequence needs.
     """
+    if settings.max_model_len is not None and settings.max_model_len > max_positions:
+        raise UsageError(
+            f"--max-model-len is {settings.max_model_len:,}, but the model's own limit is {max_positions:,} tokens, beyond which "
+            "it was not trained; lower it"
+        )
     longest, chunk = settings.max_model_len or max_positions, longest_chunk(settings)
     nbytes = settings.kv_cache_memory
     if nbytes is None:

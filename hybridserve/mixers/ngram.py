@@ -44,8 +44,8 @@ class NgramConfig(MixerConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         orders = len(self.multipliers) - 1
         if orders < 1 or len(self.head_sizes) % orders or self.embed_dim % len(self.head_sizes):
             raise UnsupportedModelError(
-                f"n-grams of up to {len(self.multipliers)} tokens with {len(self.head_sizes)} heads of {self.embed_dim} numbers in "
-                "all: heads must be as many for each order, and share the numbers evenly"
+                f"n-grams of up to {len(self.multipliers)} tokens with {len(self.head_sizes)} heads of {self.embed_dim} numbers "
+                "in all: heads must be as many for each order, and share the numbers evenly"
             )
         if sum(self.head_sizes) > self.num_rows or min(self.head_sizes) < 1:
             raise UnsupportedModelError(f"the heads' {sum(self.head_sizes)} rows do not fit a table of {self.num_rows}")

@@ -38,7 +38,7 @@ class DummyWeights:
         leaf = name.rpartition(".")[2]
         special: dict[str, Callable[[int], Tensor]] = {"A_log": self._log_decay, "dt_bias": self._time_step, "D": torch.ones}
         if leaf in special:
-            return special[leaf](parameter.shape[0]).to(self._device, parameter.dtype)
+            return special[leaf](parameter.numel()).view(parameter.shape).to(self._device, parameter.dtype)
         if parameter.dim() == 1:
             value = 0.0 if leaf == "bias" or name in self._centred else 1.0
             return torch.full(parameter.shape, value, dtype=parameter.dtype, device=self._device)

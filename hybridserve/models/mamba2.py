@@ -73,7 +73,9 @@ def read_info(config: ConfigReader) -> ModelInfo:
     )
 
 
-def build_tower(config: ConfigReader, blocks: list[Mixer], ops: Ops, dtype: torch.dtype, *, default_tied: bool) -> CausalLM:
+def build_tower(
+    config: ConfigReader, blocks: list[Mixer], ops: Ops, dtype: torch.dtype, *, default_tied: bool, weight_map: WeightMap
+) -> CausalLM:
     """Lay out a model of norms and mixers."""
     info = read_info(config)
     eps = config.read("layer_norm_epsilon", float, 1e-5)
@@ -85,7 +87,7 @@ def build_tower(config: ConfigReader, blocks: list[Mixer], ops: Ops, dtype: torc
         ops,
         dtype,
         tied=config.read("tie_word_embeddings", bool, default_tied),
-        weight_map=WEIGHTS,
+        weight_map=weight_map,
         streams=WideResidual(dtype) if config.read("residual_in_fp32", bool, True) else None,
     )
 
@@ -121,4 +123,4 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     mamba = _read_mamba(config)
     num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
     blocks = [mixers["mamba2"](mamba, ops, dtype) for _ in range(num_layers)]
-    return build_tower(config, blocks, ops, dtype, default_tied=False)
+    return build_tower(config, blocks, ops, dtype, default_tied=False, weight_map=WEIGHTS)

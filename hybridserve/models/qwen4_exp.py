@@ -142,9 +142,9 @@ def _make_mixers(config: ConfigReader, info: ModelInfo, ops: Ops, dtype: torch.d
     interval = config.read_size("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % interval else "indexed_attention" for i in range(num_layers)]
     allowed = ("linear_attention", "full_attention", "indexed_attention")
-    delta = msgspec.structs.replace(
-        read_gated_delta(config), gate_activation=config.read("output_gate_type", str, config.read("hidden_act", str, "silu"))
-    )
+    config.expect("output_gate_type", "silu", "sigmoid")
+    gate = config.read("output_gate_type", str, config.read("hidden_act", str, "silu"))
+    delta = msgspec.structs.replace(read_gated_delta(config), gate_activation=gate)
     attention = _read_attention(config, info)
     return [
         mixers["gated_delta"](delta, ops, dtype)

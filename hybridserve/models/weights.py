@@ -146,8 +146,8 @@ class WeightMap:
 
     A parameter is looked for under its own name with `renames` (regular expression, replacement) applied in order; then the first
     rule whose pattern matches the result tells the spellings. One of `prefixes`, the same for all, stands before every name
-    except those of `rooted`. Tensors that match `ignored` are left alone. `stated` are tensors that no parameter holds since their
-    values follow from the config: the loader compares them.
+    except those of `rooted`. Tensors that match `ignored` are left alone. `stated` are tensors that no parameter holds since
+    their values follow from the config: the loader compares them.
     """
 
     renames: tuple[tuple[str, str], ...] = ()

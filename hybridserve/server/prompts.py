@@ -139,6 +139,9 @@ def _as_dict(message: ChatMessage, index: int) -> Message:
     """A message for the template: text parts joined, the arguments of earlier tool calls as objects."""
     plain: Mapping[str, Any] = msgspec.to_builtins(message)
     result = dict(plain)
+    if message.content is None and not (message.tool_calls or message.reasoning or message.reasoning_content):
+        field = f"messages[{index}].content"
+        raise RequestError(f"{field} is missing; send a text, which may be empty", param=field)
     if isinstance(message.content, list):
         result["content"] = _joined(message, index)
     for call in result.get("tool_calls") or []:

@@ -187,7 +187,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def _field_at_fault(message: str) -> str | None:
-    if match := re.search(r"at `(?:key in )?\$\.?([^`]*)`", message):
+    if match := re.search(r"at `(?:key` in `)?\$\.?([^`]*)`", message):
         return match[1] or None
     if match := re.search(r"required field `([^`]+)`", message):
         return match[1]

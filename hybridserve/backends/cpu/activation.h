@@ -5,7 +5,7 @@
 
 namespace hybridserve {
 
-enum Activation { IDENTITY, SILU, SIGMOID, GELU, GELU_TANH, RELU2 };
+enum Activation { IDENTITY, SILU, SIGMOID, GELU, GELU_TANH, RELU2, QUICK_GELU };
 
 static inline vf tanh_lanes(vf x) { return splat(1.0f) - splat(2.0f) / (exp_lanes(x * splat(2.0f)) + splat(1.0f)); }
 
@@ -24,6 +24,7 @@ static inline vf activate(int activation, vf x) {
         vf positive = choose(x < vf{}, vf{}, x);
         return positive * positive;
     }
+    case QUICK_GELU: return x * sigmoid_lanes(splat(1.702f) * x);
     default: return x;
     }
 }

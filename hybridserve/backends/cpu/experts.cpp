@@ -1,4 +1,4 @@
-// Gated experts: each row's sum over its experts of weight * down(act(gate x) * up x). Called through ctypes by experts.py.
+// Experts: each row's sum over its experts of weight * down(act(gate x) * up x), or of weight * down(act(up x)) without a gate. Called through ctypes by experts.py.
 //
 // Rows of one expert are multiplied together, which does not change their sums (see product.h), and a row's experts are added in the
 // order of its choices: neighbours do not change a row's result.
@@ -13,19 +13,24 @@ namespace {
 
 // Rows of the batch that are taken together: this bounds the memory for what their experts make.
 constexpr int64_t ROW_BLOCK = 512;
-constexpr int64_t HALF_PANEL = PANEL_W / 2;
 
 struct Experts {
     elements x;
     int64_t x_row;
     const int64_t *ids; // [T, choices]
     elements weights;
-    const void *gate_up, *down; // [E, 2 inner, size]; [E, size, inner]
+    const void *gate_up, *down;        // [E, 2 inner or inner, size]; [E, size, inner]
+    elements gate_up_bias, down_bias; // [E, 2 inner or inner]; [E, size]; or without data
     int64_t gate_up_expert, gate_up_row, down_expert, down_row;
     void *out;
     int64_t rows, choices, num_experts, size, inner;
+    bool gated;
     int activation;
+    float limit, up_shift; // gate at most limit, up within it, then shifted; infinity for no limit
     int threads;
+
+    int64_t gate_up_rows() const { return gated ? 2 * inner : inner; }
+    int64_t inner_step() const { return gated ? PANEL_W / 2 : PANEL_W; }
 };
 
 // A piece of work: some weight rows of one expert, whose pairs of (row, choice) are order[first] to order[first + count - 1].
@@ -66,25 +71,44 @@ struct Shared {
     int64_t x_stride, hidden_stride;
 };
 
-// hidden = act(gate x) * (up x) of some inner entries. Stored as widen_row<W>() would: it is the next product's x.
+// Products of one row with the first and, if there are gates, the second half of a piece's weight rows, to hidden entries.
+void open_row(const Experts &e, const Piece &piece, int64_t count, float *left, float *up) {
+    const elements &bias = e.gate_up_bias;
+    int64_t first = piece.expert * e.gate_up_rows() + piece.start;
+    for (int64_t i = 0; i < count; i += LANES) {
+        int64_t some = count - i;
+        vf l = load_some(left + i, some), u = e.gated ? load_some(up + i, some) : splat(1.0f);
+        if (bias.data != nullptr)
+            l = l + bias.some(first + i, some);
+        if (e.gated) {
+            if (bias.data != nullptr)
+                u = u + bias.some(first + e.inner + i, some);
+            l = choose(l > splat(e.limit), splat(e.limit), l);
+            u = within(-e.limit, u, e.limit) + splat(e.up_shift);
+        }
+        store_some(left + i, activate(e.activation, l) * u, some);
+    }
+}
+
+// hidden = act(gate x) * (up x), or act(up x), of some inner entries. Stored as widen_row<W>() would: it is the next product's x.
 template <class W> void activate_piece(const Experts &e, const Shared &s, const Piece &piece, float *panel, float *sums) {
-    int64_t count = smaller(HALF_PANEL, e.inner - piece.start);
-    const W *gate = static_cast<const W *>(e.gate_up) + piece.expert * e.gate_up_expert + piece.start * e.gate_up_row;
+    int64_t count = smaller(e.inner_step(), e.inner - piece.start);
+    const W *first = static_cast<const W *>(e.gate_up) + piece.expert * e.gate_up_expert + piece.start * e.gate_up_row;
     WeightRows<W> rows;
-    rows.count = 2 * count;
+    rows.count = e.gated ? 2 * count : count;
     rows.ahead = PREFETCH_ROWS * e.gate_up_row;
     for (int64_t i = 0; i < count; i++) {
-        rows.row[i] = gate + i * e.gate_up_row;
-        rows.row[count + i] = gate + (e.inner + i) * e.gate_up_row;
+        rows.row[i] = first + i * e.gate_up_row;
+        if (e.gated)
+            rows.row[count + i] = first + (e.inner + i) * e.gate_up_row;
     }
     multiply(rows, XRows{s.x + piece.first * s.x_stride, s.x_stride, piece.count}, e.size, panel, {sums, PANEL_W});
     for (int64_t m = 0; m < piece.count; m++) {
-        float opened[HALF_PANEL + LANES], *hidden = s.hidden + (piece.first + m) * s.hidden_stride;
-        for (int64_t i = 0; i < count; i += LANES)
-            store(opened + i, activate(e.activation, load_some(sums + m * PANEL_W + i, count - i)));
+        float *row = sums + m * PANEL_W, *hidden = s.hidden + (piece.first + m) * s.hidden_stride;
+        open_row(e, piece, count, row, row + count);
         for (int64_t i = 0; i < count; i++) {
             int64_t at = piece.start + i, in_pair = at % PAIR;
-            hidden[at - in_pair + (sizeof(W) == 2 ? in_pair / 2 + in_pair % 2 * LANES : in_pair)] = opened[i] * sums[m * PANEL_W + count + i];
+            hidden[at - in_pair + (sizeof(W) == 2 ? in_pair / 2 + in_pair % 2 * LANES : in_pair)] = row[i];
         }
     }
 }
@@ -94,8 +118,13 @@ template <class W> void project_piece(const Experts &e, const Shared &s, const A
     const W *down = static_cast<const W *>(e.down) + piece.expert * e.down_expert + piece.start * e.down_row;
     XRows x{s.hidden + piece.first * s.hidden_stride, s.hidden_stride, piece.count};
     multiply(WeightRows<W>::strided(down, e.down_row, count), x, e.inner, panel, {sums, PANEL_W});
-    for (int64_t m = 0; m < piece.count; m++)
-        memcpy(s.each + a.order[piece.first + m] * e.size + piece.start, sums + m * PANEL_W, count * 4);
+    for (int64_t m = 0; m < piece.count; m++) {
+        float *each = s.each + a.order[piece.first + m] * e.size + piece.start;
+        memcpy(each, sums + m * PANEL_W, count * 4);
+        if (e.down_bias.data != nullptr)
+            for (int64_t i = 0; i < count; i++)
+                each[i] += e.down_bias.at(piece.expert * e.size + piece.start + i);
+    }
 }
 
 template <class X> void combine_row(const Experts &e, const float *each, int64_t row) {
@@ -109,8 +138,8 @@ template <class X> void combine_row(const Experts &e, const float *each, int64_t
 
 template <class X, class W> void run_rows(const Experts &e, int64_t first_row, int64_t rows, Scratch &memory) {
     Assignment a(e, first_row, rows);
-    std::vector<Piece> gated = a.pieces(e.inner, HALF_PANEL), projected = a.pieces(e.size, PANEL_W);
-    int64_t pairs = int64_t(a.order.size()), longest = 0, num_gated = int64_t(gated.size()), num_projected = int64_t(projected.size());
+    std::vector<Piece> opened = a.pieces(e.inner, e.inner_step()), projected = a.pieces(e.size, PANEL_W);
+    int64_t pairs = int64_t(a.order.size()), longest = 0, num_opened = int64_t(opened.size()), num_projected = int64_t(projected.size());
     for (const Piece &piece : a.experts)
         longest = larger(longest, piece.count);
     Shared s;
@@ -131,8 +160,8 @@ template <class X, class W> void run_rows(const Experts &e, int64_t first_row, i
             memset(s.hidden + i * s.hidden_stride + e.inner / PAIR * PAIR, 0, (s.hidden_stride - e.inner / PAIR * PAIR) * 4);
         }
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_gated; i++)
-            activate_piece<W>(e, s, gated[i], panel, sums);
+        for (int64_t i = 0; i < num_opened; i++)
+            activate_piece<W>(e, s, opened[i], panel, sums);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < num_projected; i++)
             project_piece<W>(e, s, a, projected[i], panel, sums);
@@ -150,17 +179,36 @@ template <class X, class W> void run(const Experts &e) {
 
 } // namespace
 
-// x: [T, size] with row stride; ids, weights: [T, choices] contiguous; gate_up: [E, 2 inner, size] and down: [E, size, inner] of one type,
-// with strides of experts and rows; out: [T, size] contiguous, of x's type.
+// x: [T, size] with row stride; ids, weights: [T, choices] contiguous; gate_up: [E, 2 inner, size], or [E, inner, size] if not gated, and
+// down: [E, size, inner] of one type, with strides of experts and rows; biases: contiguous or null; out: [T, size] contiguous, of x's type.
 extern "C" void hs_moe(const void *x, int32_t x_is_bf16, int64_t x_row, const int64_t *ids, const void *weights, int32_t weights_is_bf16,
                        const void *gate_up, int64_t gate_up_expert, int64_t gate_up_row, const void *down, int64_t down_expert, int64_t down_row,
-                       int32_t experts_are_bf16, void *out, int64_t rows, int64_t choices, int64_t num_experts, int64_t size, int64_t inner,
-                       int32_t activation, int32_t threads) {
-    Experts e{{x, x_is_bf16 != 0}, x_row,          ids,         {weights, weights_is_bf16 != 0},
-              gate_up,             down,           gate_up_expert, gate_up_row,
-              down_expert,         down_row,       out,         rows,
-              choices,             num_experts,    size,        inner,
-              activation,          threads};
+                       int32_t experts_are_bf16, const void *gate_up_bias, int32_t gate_up_bias_is_bf16, const void *down_bias,
+                       int32_t down_bias_is_bf16, void *out, int64_t rows, int64_t choices, int64_t num_experts, int64_t size, int64_t inner,
+                       int32_t gated, int32_t activation, float limit, float up_shift, int32_t threads) {
+    Experts e{{x, x_is_bf16 != 0},
+              x_row,
+              ids,
+              {weights, weights_is_bf16 != 0},
+              gate_up,
+              down,
+              {gate_up_bias, gate_up_bias_is_bf16 != 0},
+              {down_bias, down_bias_is_bf16 != 0},
+              gate_up_expert,
+              gate_up_row,
+              down_expert,
+              down_row,
+              out,
+              rows,
+              choices,
+              num_experts,
+              size,
+              inner,
+              gated != 0,
+              activation,
+              limit,
+              up_shift,
+              threads};
     if (x_is_bf16)
         experts_are_bf16 ? run<bf16, bf16>(e) : run<bf16, float>(e);
     else

@@ -34,7 +34,7 @@ _SIGNATURES = {
     "hs_kv_write": "pin pinn pnnn i",
     "hs_rms_norm": "pinn pi fi p nnn i",
     "hs_gated_rms_norm": "pinn pinn pi fnii p nnn i",
-    "hs_moe": "pin p pi pnn pnn i p nnnnn ii",
+    "hs_moe": "pin p pi pnn pnn i pi pi p nnnnn iiff i",
 }
 
 #: The codes that kernels take for element types; what is not here they do not read.
@@ -48,6 +48,7 @@ ACTIVATION_CODES: Mapping[Activation, int] = {
     "gelu": 3,
     "gelu_tanh": 4,
     "relu2": 5,
+    "quick_gelu": 6,
 }
 
 

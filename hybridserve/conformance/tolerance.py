@@ -1,0 +1,61 @@
+"""How far two runs of one mixer may differ, and what is said when they differ more.
+
+Owns the comparison and the fault that it raises. Must not know what was run. Called by every check.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Fault(AssertionError):
+    """A check failed. The message names the inputs; `difference` is the largest that was found, where one was measured."""
+
+    def __init__(self, message: str, difference: float | None = None) -> None:
+        super().__init__(message)
+        self.difference = difference
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise Fault unless something holds."""
+    if not holds:
+        raise Fault(message)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Allowed difference: absolute, plus relative to the expected value.
+
+    `bfloat16` bounds the norm of the error of a whole run in bfloat16, relative to the norm of the same run in fp32.
+    """
+
+    atol: float = 2e-5
+    rtol: float = 1e-4
+    bfloat16: float = 0.03
+
+    def check(self, actual: Tensor, expected: Tensor, what: str) -> None:
+        """Raise Fault, naming `what`, the largest difference and its place, unless the tensors are close and without NaN."""
+        require(actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
+        require(not actual.isnan().any(), f"{what}: NaN, so something was read that this sequence never wrote")
+        actual, expected = actual.double(), expected.double()
+        if torch.allclose(actual, expected, atol=self.atol, rtol=self.rtol):
+            return
+        difference = (actual - expected).abs()
+        place = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
+        count = int((difference > self.atol + self.rtol * expected.abs()).sum())
+        raise Fault(
+            f"{what}: {count} of {difference.numel()} values differ, by up to {difference.max():.3g} at {place}: "
+            f"{actual[place]:.6g} instead of {expected[place]:.6g} (allowed: {self.atol:g} + {self.rtol:g} relative)",
+            float(difference.max()),
+        )
+
+    def check_states(self, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
+        """The same for two states."""
+        require(actual.keys() == expected.keys(), f"{what}: states {sorted(actual)} instead of {sorted(expected)}")
+        for name, tensor in actual.items():
+            self.check(tensor, expected[name], f"{what}, state {name}")
+
+
+FP32 = Tolerance()
