@@ -35,7 +35,7 @@ from hybridserve.conformance.sequences import (
     check_window,
     check_written_states,
 )
-from hybridserve.conformance.tolerance import FP32, Fault, Tolerance
+from hybridserve.conformance.tolerance import FP32, ConformanceError, Tolerance
 
 __all__ = [
     "ALL_CHECKS",
@@ -45,7 +45,7 @@ __all__ = [
     "NUM_SLOTS",
     "Bench",
     "Check",
-    "Fault",
+    "ConformanceError",
     "Forward",
     "Rows",
     "Tolerance",

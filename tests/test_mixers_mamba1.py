@@ -121,7 +121,7 @@ def published_mamba(name: str) -> nn.Module:
         return JambaMambaMixer(transformers.JambaConfig(**sizes, **mamba), 0)
     mamba = {"state_size": SIZE, "time_step_rank": RANK, "use_bias": True}
     if name == "mamba1-falcon":
-        return FalconMambaMixer(transformers.FalconMambaConfig(**sizes, **mamba, mixer_rms_eps=1e-3), 0)
+        return FalconMambaMixer(transformers.FalconMambaConfig(**sizes, **mamba, mixer_rms_eps=1e-3), 0, False)
     return MambaMixer(transformers.MambaConfig(**sizes, **mamba), 0)
 
 

@@ -1,6 +1,6 @@
 """Checks of how a layer behaves as an object: built on meta, saved and loaded, in bfloat16, without global state.
 
-Each check takes a built mixer with its parameters filled and raises `Fault`. Called through `checks.py`.
+Each check takes a built mixer with its parameters filled and raises `ConformanceError`. Called through `checks.py`.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from hybridserve.conformance.bench import Bench, build_again, rows_of, run_whole
-from hybridserve.conformance.tolerance import FP32, Fault, Tolerance, require
+from hybridserve.conformance.tolerance import FP32, ConformanceError, Tolerance, require
 from hybridserve.mixers.base import Mixer
 
 #: An independent form of a layer: a mixer, for its config and parameters, and the rows of one sequence [T, D]. Returns [T, D].
@@ -84,7 +84,7 @@ def check_bfloat16(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
         require(actual.dtype == torch.bfloat16, f"{what}: the output is in {actual.dtype}")
         error = float((actual.float() - expected).norm() / expected.norm())
         if not error < tolerance.bfloat16:
-            raise Fault(f"{what}: off by {error:.3g} of the output's norm (allowed: {tolerance.bfloat16:g})", error)
+            raise ConformanceError(f"{what}: off by {error:.3g} of the output's norm (allowed: {tolerance.bfloat16:g})", error)
 
 
 def check_oracle(mixer: Mixer, oracle: Oracle, tolerance: Tolerance = FP32) -> None:

@@ -1,6 +1,6 @@
 """Checks of what a sequence computes: the same rows and states however it is cut, batched, resumed, moved or rolled back.
 
-Each check takes a built mixer with its parameters filled and raises `Fault`. Called through `checks.py`.
+Each check takes a built mixer with its parameters filled and raises `ConformanceError`. Called through `checks.py`.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from hybridserve.batch import NO_SLOT
 from hybridserve.conformance.batches import BLOCK_SIZE, Rows, blocks_for
 from hybridserve.conformance.bench import NUM_BLOCKS, NUM_SLOTS, Bench, poison, rows_of, run_whole
-from hybridserve.conformance.tolerance import FP32, Fault, Tolerance, require
+from hybridserve.conformance.tolerance import FP32, ConformanceError, Tolerance, require
 from hybridserve.kv.spec import PagedSpec
 from hybridserve.mixers.base import Mixer, RecurrentMixer
 
@@ -47,7 +47,7 @@ def check_memory(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
     other = torch.cat((rows_of(mixer, 1, seed=9), x[1:]))
     change = (run_whole(mixer, x)[0] - run_whole(mixer, other)[0])[1:].abs().max()
     if not change > 10 * tolerance.atol:
-        raise Fault(
+        raise ConformanceError(
             f"12 rows, the first one changed: the rows after it change by {change:.3g} at most, so nothing is remembered that "
             "these checks could see; if the layer is right, fill its parameters so that it forgets slowly",
             float(change),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Fault(AssertionError):
+class ConformanceError(AssertionError):
     """A check failed. The message names the inputs; `difference` is the largest that was found, where one was measured."""
 
     def __init__(self, message: str, difference: float | None = None) -> None:
@@ -19,9 +19,9 @@ class Fault(AssertionError):
 
 
 def require(holds: bool, message: str) -> None:
-    """Raise Fault unless something holds."""
+    """Raise ConformanceError unless something holds."""
     if not holds:
-        raise Fault(message)
+        raise ConformanceError(message)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Tolerance:
     bfloat16: float = 0.03
 
     def check(self, actual: Tensor, expected: Tensor, what: str) -> None:
-        """Raise Fault, naming `what`, the largest difference and its place, unless the tensors are close and without NaN."""
+        """Raise ConformanceError, naming `what`, the largest difference and its place, unless the tensors are close and without NaN."""
         require(actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
         require(not actual.isnan().any(), f"{what}: NaN, so something was read that this sequence never wrote")
         actual, expected = actual.double(), expected.double()
@@ -45,7 +45,7 @@ class Tolerance:
         difference = (actual - expected).abs()
         place = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
         count = int((difference > self.atol + self.rtol * expected.abs()).sum())
-        raise Fault(
+        raise ConformanceError(
             f"{what}: {count} of {difference.numel()} values differ, by up to {difference.max():.3g} at {place}: "
             f"{actual[place]:.6g} instead of {expected[place]:.6g} (allowed: {self.atol:g} + {self.rtol:g} relative)",
             float(difference.max()),

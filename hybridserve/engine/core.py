@@ -185,6 +185,14 @@ class EngineCore:
         """What a prompt would hit now, and why not more."""
         return self._scheduler.explain(tokens, hints)
 
+    def clear_cache(self) -> None:
+        """Drop every cache entry that no running request uses."""
+        self._coordinator.clear()
+
+    def corrupt_cached_states(self) -> None:
+        """Spoil everything in cache memory, as failing hardware would (a hook for tests; call it between requests)."""
+        self._runner.spoil_caches()
+
     def stats(self) -> EngineStats:
         """Gauges and counters as they are now."""
         counters, usage = self._scheduler.counters, self._coordinator.usage()

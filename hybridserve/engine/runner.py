@@ -44,6 +44,10 @@ class Runner:
     def cache_nbytes(self) -> int:
         return self._storage.nbytes
 
+    def spoil_caches(self) -> None:
+        """Flip a bit in every byte of cache memory, a sign or an exponent among them (a hook for tests)."""
+        self._storage.flip_bits()
+
     @torch.inference_mode()
     def run(self, plan: Plan, seats: Seats) -> PassResult:
         """Execute one pass. Copies come first: a block that is about to be written may be the copy of a shared one."""

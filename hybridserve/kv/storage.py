@@ -30,6 +30,10 @@ class Storage:
     def nbytes(self) -> int:
         return self._arena.numel()
 
+    def flip_bits(self) -> None:
+        """Flip the same bit of every byte, in place (a hook for tests of corrupted entries)."""
+        self._arena.bitwise_xor_(0x10)
+
     def layer_caches(self, num_layers: int) -> list[LayerCaches]:
         """Every layer's caches by spec name; an empty mapping for a layer that needs none."""
         views: list[dict[str, dict[str, Tensor]]] = [{} for _ in range(num_layers)]

@@ -277,10 +277,7 @@ template <class T> void finish(const Attention &a, const Tile &tile, Partial mer
                 entries[p] = values[at + (sizeof(T) == 2 ? p / 2 + p % 2 * LANES : p)];
             for (int64_t half = 0; half < PAIR && at + half < a.value_size; half += LANES) {
                 vf y = load(entries + half) * splat(factor);
-                if (a.out_is_bf16)
-                    store_some(static_cast<bf16 *>(a.out) + to + at + half, y, a.value_size - at - half);
-                else
-                    store_some(static_cast<float *>(a.out) + to + at + half, y, a.value_size - at - half);
+                store_elements(a.out, a.out_is_bf16, to + at + half, y, a.value_size - at - half);
             }
         }
     }

@@ -48,13 +48,6 @@ void load_taps(const Convolution &c, const Channels &b, float *by_channel) {
         memset(b.bias, 0, b.padded * 4);
 }
 
-void store_elements(void *data, bool is_bf16, int64_t at, vf v, int64_t count) {
-    if (is_bf16)
-        store_some(static_cast<bf16 *>(data) + at, v, count);
-    else
-        store_some(static_cast<float *>(data) + at, v, count);
-}
-
 // The input `row` of a sequence, which may lie before this pass.
 void load_input(const Convolution &c, const Sequence &sequence, int64_t row, const Channels &b, float *to) {
     if (row >= sequence.row)

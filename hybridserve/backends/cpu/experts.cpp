@@ -1,4 +1,5 @@
-// Experts: each row's sum over its experts of weight * down(act(gate x) * up x), or of weight * down(act(up x)) without a gate. Called through ctypes by experts.py.
+// Experts: each row's sum over its experts of weight * down(act(gate x) * up x), or of weight * down(act(up x)) without a gate. Called
+// through ctypes by experts.py.
 //
 // Rows of one expert are multiplied together, which does not change their sums (see product.h), and a row's experts are added in the
 // order of its choices: neighbours do not change a row's result.

@@ -13,13 +13,6 @@ struct Rows {
     int64_t at(int64_t row, int64_t inner) const { return row / inner * outer_stride + row % inner * inner_stride; }
 };
 
-void store_elements(void *data, bool is_bf16, int64_t at, vf v, int64_t count) {
-    if (is_bf16)
-        store_some(static_cast<bf16 *>(data) + at, v, count);
-    else
-        store_some(static_cast<float *>(data) + at, v, count);
-}
-
 // 1 / sqrt(mean of squares + eps); x is padded with zeros.
 vf inverse_rms(const float *x, int64_t size, float eps) {
     vf sum = {};

@@ -230,6 +230,13 @@ struct elements {
     }
 };
 
+static inline void store_elements(void *data, bool is_bf16, int64_t at, vf v, int64_t count) {
+    if (is_bf16)
+        store_some(static_cast<bf16 *>(data) + at, v, count);
+    else
+        store_some(static_cast<float *>(data) + at, v, count);
+}
+
 // Memory that a thread keeps between calls: kernels run in a fixed pool of threads, so this is bounded by the largest call.
 class Scratch {
   public:

@@ -20,7 +20,7 @@ struct Block {
 // sums[j, i] (+)= w[n + i] . x[j] over a block; x, sums: those of the tile.
 template <int NX, class W>
 void multiply_tile(const WeightRows<W> &w, int64_t n, const float *x, int64_t x_stride, const Block &block, float *sums,
-                                 int64_t sum_stride) {
+                   int64_t sum_stride) {
     constexpr int NW = tile_height(NX);
     // Past the end the last row is repeated.
     const W *row[NW];

@@ -249,13 +249,8 @@ void run_block(const Recurrence &r, const Slots &slots, const Sequence &sequence
         }
         for (int64_t t = 0; t < w.chunk.count; t++) {
             int64_t at = ((row + t) * r.heads + head) * r.value_size + first;
-            for (int64_t i = 0; i < count; i += LANES) {
-                vf y = load_some(w.y + t * w.v_stride + i, count - i);
-                if (r.out_is_bf16)
-                    store_some(static_cast<bf16 *>(r.out) + at + i, y, count - i);
-                else
-                    store_some(static_cast<float *>(r.out) + at + i, y, count - i);
-            }
+            for (int64_t i = 0; i < count; i += LANES)
+                store_elements(r.out, r.out_is_bf16, at + i, load_some(w.y + t * w.v_stride + i, count - i), count - i);
         }
         from = to;
         row = end;

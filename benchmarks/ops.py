@@ -1,0 +1,177 @@
+"""The CPU's operations on the native kernels and on plain torch, at the shapes of Qwen3.5-0.8B, beside what the machine could do.
+
+    python -m benchmarks.ops [--threads N] [--only linear] [--rounds 9]
+
+Both backends run alternately and the medians are printed, with the floor of each case: the time to read and write its bytes once,
+or to do its arithmetic, whichever is longer, at rates that are measured first.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks import floors
+from hybridserve.backends import cpu, reference
+from hybridserve.backends.offer import Operation
+from hybridserve.batch import Batch, PagedTable, StateTable
+
+DTYPE = torch.bfloat16
+BLOCK_SIZE = 16
+#: Copies of weights that are used in turn, so that none is still in the cache.
+NUM_COPIES = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an operation, to be made again and again."""
+
+    name: str
+    operation: str
+    run: Callable[[Operation], object]
+    nbytes: float  # read and written at least
+    flop: float
+
+    def floor_s(self, rates: floors.Rates) -> float:
+        return max(self.nbytes / rates.read_nbytes_per_s, self.flop / rates.fp32_flop_per_s)
+
+
+def make_batch(rows: list[int], context: int = 0) -> tuple[Batch, StateTable, PagedTable]:
+    """Sequences with some rows each after `context` tokens, each with a slot of its own and blocks in random order."""
+    cu_seqlens = (0, *itertools.accumulate(rows))
+    kv_lens = tuple(context + count for count in rows)
+    last = tuple(end - 1 for end in cu_seqlens[1:])
+    slots = torch.arange(len(rows))
+    width = -(-max(kv_lens) // BLOCK_SIZE)
+    blocks = torch.randperm(len(rows) * width, dtype=torch.int32).view(len(rows), width)
+    batch = Batch(
+        input_ids=torch.zeros(cu_seqlens[-1], dtype=torch.int64),
+        positions=torch.cat([torch.arange(context, context + count) for count in rows]),
+        cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.int32),
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+        cu_seqlens_host=cu_seqlens,
+        kv_lens_host=kv_lens,
+        paged={},
+        states={},
+    )
+    states = StateTable(slots, torch.tensor(last), slots, last, tuple(range(len(rows))))
+    return batch, states, PagedTable(blocks, torch.zeros(cu_seqlens[-1], dtype=torch.int64), BLOCK_SIZE)
+
+
+def linear_cases() -> Iterator[Case]:
+    size_in, size_out = 1024, 3584
+    weights = itertools.cycle([torch.randn(size_out, size_in).to(DTYPE) for _ in range(NUM_COPIES)])
+    for rows in (1, 4, 8, 16, 32, 64, 256):
+        x = torch.randn(rows, size_in).to(DTYPE)
+        nbytes, flop = 2 * size_in * size_out, 2 * rows * size_in * size_out
+        yield Case(f"{rows} rows", "linear", lambda op, x=x: op(x, next(weights), None), nbytes, flop)
+
+
+def delta_rule_cases() -> Iterator[Case]:
+    heads, size = 16, 128
+    for name, rows in (("decode 1", [1]), ("decode 8", [1] * 8), ("prefill 512", [512])):
+        batch, table, _ = make_batch(rows)
+        q, k, v = (torch.randn(sum(rows), heads, size).to(DTYPE) for _ in range(3))
+        log_decay, beta = -torch.rand(sum(rows), heads), torch.rand(sum(rows), heads)
+        state = torch.zeros(len(rows), heads, size, size)
+
+        def run(op: Operation, rows=(q, k, v, log_decay, beta), state=state, batch=batch, table=table) -> object:
+            return op(*rows, state, batch, table, scale=size**-0.5, qk_l2norm=True)
+
+        yield Case(name, "delta_rule", run, 2 * state.nbytes, 7 * sum(rows) * heads * size * size)
+
+
+def attention_cases() -> Iterator[Case]:
+    heads, key_heads, size = 8, 2, 256
+    situations = (("decode 8, 1024 tokens", [1] * 8, 1023), ("decode 1, 4096 tokens", [1], 4095), ("prefill 512", [512], 0))
+    for name, rows, context in (*situations, ("prefill 256 after 768", [256], 768)):
+        batch, _, table = make_batch(rows, context)
+        caches = [torch.randn(table.block_tables.numel(), BLOCK_SIZE, key_heads, size).to(DTYPE) for _ in range(2)]
+        q = torch.randn(sum(rows), heads, size).to(DTYPE)
+
+        def run(op: Operation, q=q, caches=caches, batch=batch, table=table) -> object:
+            return op(q, *caches, batch, table, scale=size**-0.5)
+
+        pairs = sum(count * (context + (count + 1) / 2) for count in rows)
+        yield Case(name, "paged_attention", run, sum(cache.nbytes for cache in caches), 4 * pairs * heads * size)
+
+
+def conv_cases() -> Iterator[Case]:
+    channels, width = 6144, 4
+    weight = torch.randn(channels, width).to(DTYPE)
+    for name, rows in (("decode 8", [1] * 8), ("prefill 1024", [1024])):
+        batch, table, _ = make_batch(rows)
+        x, window = torch.randn(sum(rows), channels).to(DTYPE), torch.zeros(len(rows), width - 1, channels, dtype=DTYPE)
+
+        def run(op: Operation, x=x, window=window, batch=batch, table=table) -> object:
+            return op(x, weight, None, window, batch, table, activation="silu")
+
+        yield Case(name, "short_conv", run, 2 * (x.nbytes + window.nbytes), 2 * x.numel() * width)
+
+
+def moe_cases() -> Iterator[Case]:
+    experts, size, inner, choices = 64, 1024, 512, 8
+    gate_up, down = torch.randn(experts, 2 * inner, size).to(DTYPE), torch.randn(experts, size, inner).to(DTYPE)
+    for rows in (1, 8, 64):
+        x, weights = torch.randn(rows, size).to(DTYPE), torch.rand(rows, choices)
+        ids = torch.rand(rows, experts).argsort(1)[:, :choices].contiguous()
+        used = len(ids.unique())
+
+        def run(op: Operation, inputs=(x, ids, weights)) -> object:
+            return op(*inputs, gate_up, down, activation="silu")
+
+        yield Case(f"{rows} rows", "moe", run, used * 6 * size * inner, rows * choices * 6 * size * inner)
+
+
+def norm_cases() -> Iterator[Case]:
+    weight = torch.randn(1024).to(DTYPE)
+    for rows in (1, 8, 512):
+        x = torch.randn(rows, 1024).to(DTYPE)
+        yield Case(f"{rows} rows", "rms_norm", lambda op, x=x: op(x, weight, 1e-6), 2 * x.nbytes, 4 * x.numel())
+
+
+CASES = (linear_cases, delta_rule_cases, attention_cases, conv_cases, moe_cases, norm_cases)
+
+
+def measure(case: Case, operations: tuple[Operation, ...], rounds: int) -> list[float]:
+    """Median seconds of each implementation; they take turns, so that what else the machine does hits all alike."""
+    found: list[list[float]] = [[] for _ in operations]
+    for _ in range(rounds + 1):
+        for seconds, operation in zip(found, operations, strict=True):
+            started = time.perf_counter()
+            case.run(operation)
+            seconds.append(time.perf_counter() - started)
+    return [statistics.median(seconds[1:]) for seconds in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Operations of the CPU backends")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--only", help="one operation")
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    device = torch.device("cpu")
+    native, plain = cpu.offer(device, DTYPE), reference.offer(device, DTYPE)
+    if not native.ops:
+        raise SystemExit(f"no native kernels here: {native.reason}")
+    rates = floors.measure()
+    print(f"{rates}\nnative: {native.reason}; reference: {plain.reason}\n")
+    print(f"{'operation':<18}{'case':<24}{'native ms':>10}{'reference ms':>14}{'floor ms':>10}")
+    with torch.inference_mode():
+        for case in itertools.chain.from_iterable(cases() for cases in CASES):
+            if options.only in (None, case.operation):
+                times = measure(case, (native.ops[case.operation], plain.ops[case.operation]), options.rounds)
+                milliseconds = [f"{seconds * 1e3:.3f}" for seconds in (*times, case.floor_s(rates))]
+                print(
+                    f"{case.operation:<18}{case.name:<24}{milliseconds[0]:>10}{milliseconds[1]:>14}{milliseconds[2]:>10}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
