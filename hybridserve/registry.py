@@ -10,6 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Generic, TypeVar
 
 from hybridserve.errors import MissingDependencyError, UnsupportedModelError, UsageError
@@ -80,8 +81,8 @@ class Registry(Generic[T]):
             self._items.setdefault(name, item)
 
 
-def load_plugin(path: str) -> None:
-    """Import one Python file named by the user (`--plugin path.py`), whose decorators fill the tables.
+def load_plugin(path: str) -> ModuleType:
+    """Import one Python file named by the user (`--plugin path.py`), whose decorators fill the tables. Returns the module.
 
     A file that this process has imported already is left as it is: a second `LLM` with the same plug-in uses the same classes.
     Raises UsageError when the file does not exist, MissingDependencyError when importing it fails.
@@ -92,7 +93,7 @@ def load_plugin(path: str) -> None:
     # Two files of one name are two plug-ins.
     name = f"hybridserve_plugin_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
-        return
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise UsageError(f"--plugin {path!r}: not a Python file; its name must end in .py")
@@ -103,3 +104,4 @@ def load_plugin(path: str) -> None:
     except Exception as error:
         del sys.modules[name]
         raise MissingDependencyError(f"plug-in {path!r} failed to import: {type(error).__name__}: {error}; repair it") from error
+    return module

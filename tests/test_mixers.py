@@ -448,7 +448,7 @@ class Counting(RecurrentMixer):
         total, count = states["mean"]["sum"] + x, states["mean"]["count"] + 1
         past = states["past"]["x"]
         y = self.weight * (x + total / count) + past[:, 0]
-        return y, {"mean": {"sum": total, "count": count}, "past": {"x": torch.stack((past[:, 1], x), dim=1)}}
+        return y.to(x.dtype), {"mean": {"sum": total, "count": count}, "past": {"x": torch.stack((past[:, 1], x), dim=1)}}
 
 
 @pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))

@@ -29,7 +29,7 @@ GAP = 8
 Forward: TypeAlias = Callable[[Mixer, Tensor, Batch, LayerCaches], Tensor]
 
 
-def allocate(specs: Mapping[str, Spec], num_slots: int = NUM_SLOTS, num_blocks: int = NUM_BLOCKS) -> LayerCaches:
+def allocate(specs: Mapping[str, Spec], num_slots: int = NUM_SLOTS, num_blocks: int = NUM_BLOCKS) -> dict[str, Cache]:
     """Caches as storage lays them out: one entry of every tensor after the other, so that the first dimension is strided."""
     return {
         name: Cache(
@@ -64,7 +64,7 @@ class Bench:
 
     mixer: Mixer
     forward: Forward | None = None
-    caches: LayerCaches = field(init=False)
+    caches: dict[str, Cache] = field(init=False)
 
     def __post_init__(self) -> None:
         self.caches = allocate(self.mixer.specs())

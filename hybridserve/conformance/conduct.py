@@ -82,9 +82,10 @@ def check_bfloat16(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
         what = f"70 rows in bfloat16, in {len(lengths)} chunks"
         actual = Bench(low).run_chunks(x, lengths)
         require(actual.dtype == torch.bfloat16, f"{what}: the output is in {actual.dtype}")
-        error = float((actual.float() - expected).norm() / expected.norm())
+        # Of the median row: where a layer chooses tokens by scores, rounding may change the choice of some rows.
+        error = float(((actual.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
         if not error < tolerance.bfloat16:
-            raise ConformanceError(f"{what}: off by {error:.3g} of the output's norm (allowed: {tolerance.bfloat16:g})", error)
+            raise ConformanceError(f"{what}: rows are off by {error:.3g} of their norm (allowed: {tolerance.bfloat16:g})", error)
 
 
 def check_oracle(mixer: Mixer, oracle: Oracle, tolerance: Tolerance = FP32) -> None:

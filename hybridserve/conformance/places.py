@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from hybridserve.batch import Cache, LayerCaches
+from hybridserve.batch import Cache
 from hybridserve.conformance.batches import BLOCK_SIZE, Rows, blocks_for
 from hybridserve.conformance.bench import NUM_SLOTS, Bench, is_same, rows_of, run_whole
 from hybridserve.conformance.tolerance import FP32, Tolerance, require
@@ -20,6 +20,8 @@ from hybridserve.kv.spec import DTYPE_NBYTES, Spec, StateSpec
 from hybridserve.kv.storage import Storage
 from hybridserve.mixers.base import Mixer
 
+#: Superpages that a sequence of two pages fits in, whatever their number in a superpage.
+_SUPERPAGES = 2
 #: Linux's flag for addresses without memory behind them, which Python names from 3.13 on; elsewhere they cost nothing either.
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
@@ -39,7 +41,7 @@ def check_slots(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
     writes: tuple[tuple[tuple[int, int], ...], ...] = (((length - 1, 7),), ((length - 1, 9),), ())
     sequences = [Rows(length, context, 3, w, b) for w, b in zip(writes, blocks, strict=True)]
     y = bench.run(x[context:].repeat(3, 1), sequences)
-    for rows in y.split(length):
+    for rows in torch.split(y, length):
         tolerance.check(rows, expected[context:], f"{length} rows started from a shared slot")
     for slot in (7, 9):
         tolerance.check_states(bench.state(slot), state, f"{length} rows from slot 3 to slot {slot}")
@@ -106,7 +108,7 @@ def check_crossing_slots(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
     for slot, (x, own) in enumerate(zip(xs, blocks, strict=True)):
         bench.run_chunks(x[:5], [5], slot, own)
     y = bench.run(torch.cat([x[5:] for x in xs]), [Rows(3, 5, 0, ((2, 1),), blocks[0]), Rows(3, 5, 1, ((2, 0),), blocks[1])])
-    for x, rows, slot in zip(xs, y.split(3), (1, 0), strict=True):
+    for x, rows, slot in zip(xs, torch.split(y, 3), (1, 0), strict=True):
         expected, state = run_whole(mixer, x)
         what = f"two sequences of 5 + 3 rows that take each other's slots, the one to slot {slot}"
         tolerance.check(rows, expected[5:], what)
@@ -145,7 +147,7 @@ def check_storage(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
     if not specs:
         return
     size = plan_cache([specs, specs], 2**50, block_size=BLOCK_SIZE).superpage_nbytes
-    plan = plan_cache([specs, specs], 16 * size, block_size=BLOCK_SIZE)
+    plan = plan_cache([specs, specs], _SUPERPAGES * 2 * len(specs) * size, block_size=BLOCK_SIZE)
     storage = Storage(plan, torch.device("cpu"))
     require(storage.nbytes == plan.nbytes, f"storage has {storage.nbytes:,} bytes, its plan {plan.nbytes:,}")
     caches = storage.layer_caches(2)[1]
@@ -153,8 +155,11 @@ def check_storage(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
         for tensor in spec.tensors:
             _check_view(caches[name].tensors[tensor.name], spec, tensor.shape, tensor.dtype, f"{name}.{tensor.name}")
     bench, x = Bench(mixer), rows_of(mixer, 7)
-    # Of the plan's groups some may be one here: equal specs of a layer share pages, but not places.
-    bench.caches = {name: Cache(group, caches[name].tensors) for group, name in enumerate(specs)}
+    bench.caches = {}
+    for group, (name, cache) in enumerate((name, caches[name]) for name in specs):
+        # Groups share the arena: each is given superpages of its own, as the coordinator would.
+        first = cache.group * _SUPERPAGES * plan.groups[cache.group].pages_per_superpage
+        bench.caches[name] = Cache(group, {tensor: view[first:] for tensor, view in cache.tensors.items()})
     y = bench.run_chunks(x, [3, 4], slot=1, blocks=(1, 0))
     tolerance.check(y, run_whole(mixer, x)[0], "chunks of 3 and 4 rows in the engine's own storage")
 
@@ -186,7 +191,7 @@ def check_offsets(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
     tolerance.check_states(bench.state(1), state, "slots 2^31 elements apart")
 
 
-def _far_apart(specs: dict[str, Spec]) -> LayerCaches:
+def _far_apart(specs: dict[str, Spec]) -> dict[str, Cache]:
     """Two pages of each tensor, 2^31 elements apart, all in one stretch of addresses."""
     apart = 2**31 + 64
     itemsize = max(DTYPE_NBYTES[tensor.dtype] for spec in specs.values() for tensor in spec.tensors)

@@ -3,12 +3,14 @@
 Each check takes a built mixer with its parameters filled and raises `ConformanceError`. Called through `checks.py`.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from hybridserve.batch import NO_SLOT
 from hybridserve.conformance.batches import BLOCK_SIZE, Rows, blocks_for
-from hybridserve.conformance.bench import NUM_BLOCKS, NUM_SLOTS, Bench, poison, rows_of, run_whole
+from hybridserve.conformance.bench import NUM_BLOCKS, NUM_SLOTS, Bench, Forward, poison, rows_of, run_whole
 from hybridserve.conformance.tolerance import FP32, ConformanceError, Tolerance, require
 from hybridserve.kv.spec import PagedSpec
 from hybridserve.mixers.base import Mixer, RecurrentMixer
@@ -72,7 +74,7 @@ def check_batching(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
             for i, (slot, blocks) in places.items()
         ]
         y = bench.run(torch.cat([xs[i][contexts[i] :] for i in order]), sequences)
-        for i, rows in zip(order, y.split([lengths[i] for i in order]), strict=True):
+        for i, rows in zip(order, torch.split(y, [lengths[i] for i in order]), strict=True):
             expected, state = alone[i]
             what = f"sequence {i} of {contexts[i]} + {lengths[i]} rows in a batch of {order}"
             tolerance.check(rows, expected[contexts[i] :], what)
@@ -173,7 +175,7 @@ def check_step(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
     lengths = (70, 1, 2, 13)
     xs = [rows_of(mixer, n, seed) for seed, n in enumerate(lengths)]
     sequences = [Rows(len(x), 0, NO_SLOT, ((len(x) // 2, s + 8), (len(x) - 1, s))) for s, x in enumerate(xs)]
-    defined, fast = Bench(mixer, RecurrentMixer.forward), Bench(mixer)
+    defined, fast = Bench(mixer, cast(Forward, RecurrentMixer.forward)), Bench(mixer)
     expected = defined.run(torch.cat(xs), sequences)
     tolerance.check(fast.run(torch.cat(xs), sequences), expected, f"forward against step, sequences of {lengths} rows")
     more = [Rows(len(x), len(x), s + 8, ((0, s),)) for s, x in enumerate(xs)]

@@ -28,7 +28,7 @@ def require(holds: bool, message: str) -> None:
 class Tolerance:
     """Allowed difference: absolute, plus relative to the expected value.
 
-    `bfloat16` bounds the norm of the error of a whole run in bfloat16, relative to the norm of the same run in fp32.
+    `bfloat16` bounds the error of a row in bfloat16, as norms, relative to the same row in fp32.
     """
 
     atol: float = 2e-5
@@ -36,7 +36,7 @@ class Tolerance:
     bfloat16: float = 0.03
 
     def check(self, actual: Tensor, expected: Tensor, what: str) -> None:
-        """Raise ConformanceError, naming `what`, the largest difference and its place, unless the tensors are close and without NaN."""
+        """Raise ConformanceError with `what`, the largest difference and its place, unless they are close and without NaN."""
         require(actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
         require(not actual.isnan().any(), f"{what}: NaN, so something was read that this sequence never wrote")
         actual, expected = actual.double(), expected.double()

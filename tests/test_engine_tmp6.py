@@ -1,0 +1,166 @@
+"""The engine end to end, in one process, against transformers' own greedy generation on tiny models of every architecture."""
+
+import json
+
+import pytest
+import torch
+
+from hybridserve.config import EngineSettings
+from hybridserve.engine.core import EngineCore
+from hybridserve.request import EngineRequest, SamplingParams
+from tests import checkpoints
+
+NEW_TOKENS = 6
+LENGTHS = (1, 3, 17, 40, 75)
+
+
+@pytest.fixture(scope="session", params=list(checkpoints.TINY))
+def model_folder(request, tmp_path_factory):
+    """A tiny checkpoint, prompts and what transformers makes of them."""
+    model = checkpoints.make(request.param)
+    folder = checkpoints.save(model, tmp_path_factory.mktemp(request.param))
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, checkpoints.VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
+    return folder, prompts, [greedy(model, prompt) for prompt in prompts]
+
+
+@torch.no_grad()
+def greedy(model, prompt):
+    """Greedy tokens by recomputing everything for each: no cache of transformers is trusted."""
+    tokens = list(prompt)
+    for _ in range(NEW_TOKENS):
+        tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def engine(folder, **settings):
+    return EngineCore(
+        EngineSettings(model=str(folder), dtype="float32", max_num_seqs=8, **{"kv_cache_memory": 2**26, **settings})
+    )
+
+
+def request(name, prompt, max_tokens=NEW_TOKENS, **sampling):
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **sampling)
+    return EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=params)
+
+
+def run(core, requests, on_step=None):
+    """Tokens by request id, and the cached tokens that were reported."""
+    tokens, cached = {}, {}
+    for one in requests:
+        assert core.add(one) is None
+    for number in range(5_000):
+        if not core.has_work:
+            break
+        for output in core.step():
+            assert output.error is None, output.error
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.num_cached_tokens is not None:
+                cached[output.request_id] = output.num_cached_tokens
+        core.check()
+        if on_step is not None:
+            on_step(number)
+    return tokens, cached
+
+
+@pytest.mark.parametrize("budget", [8, 13, 64, 2048])
+def test_any_chunking_and_batch_gives_the_reference(model_folder, budget):
+    folder, prompts, expected = model_folder
+    core = engine(folder, max_num_batched_tokens=budget)
+    tokens, _ = run(core, [request(str(i), prompt) for i, prompt in enumerate(prompts)])
+    assert [tokens[str(i)] for i in range(len(prompts))] == expected
+
+
+def test_prefix_hits_give_the_reference(model_folder):
+    folder, prompts, expected = model_folder
+    core = engine(folder)
+    prompt, want = prompts[-1], expected[-1]
+    assert run(core, [request("a", prompt)])[0]["a"] == want
+    tokens, cached = run(core, [request("b", prompt)])
+    assert (tokens["b"], cached["b"]) == (want, len(prompt) - 1)
+    for length in range(1, len(prompt), 7):
+        # Every one of these parts from the first prompt at another token.
+        other = [*prompt[:length], (prompt[length] + 1) % checkpoints.VOCAB_SIZE, *prompt[length + 1 :]]
+        run(core, [request(f"w{length}", other, max_tokens=1)])
+        tokens, _ = run(core, [request(f"r{length}", prompt)])
+        assert tokens[f"r{length}"] == want
+    continued = [*prompt, *want, 1, 2, 3]
+    cold = run(engine(folder, enable_prefix_caching=False), [request("c", continued)])
+    warm, cached = run(core, [request("c", continued)])
+    assert warm["c"] == cold[0]["c"]
+    assert cold[1]["c"] == 0
+    assert cached["c"] == len(prompt) + len(want) - 1
+
+
+def test_preemption_under_little_memory_gives_the_reference(model_folder):
+    folder, prompts, expected = model_folder
+    largest = engine(folder).info
+    # Room for about two sequences of the longest prompt, for five requests.
+    core = engine(folder, kv_cache_memory=pinched(largest), max_num_batched_tokens=32, max_model_len=96)
+    repeated = [request(f"{copy}.{i}", prompt, 20) for copy in range(2) for i, prompt in enumerate(prompts)]
+    tokens, _ = run(core, repeated)
+    for name, found in tokens.items():
+        assert found[:NEW_TOKENS] == expected[int(name.split(".")[1])]
+        assert len(found) == 20
+    assert core.stats().num_preemptions > 0
+
+
+def pinched(info):
+    """Bytes that hold little more than one sequence of 96 tokens."""
+    pages = sum(-(-(96 // 16 if g.kind == "paged" else 1) // g.pages_per_superpage) for g in info.groups)
+    return (pages + 2) * info.superpage_nbytes
+
+
+def test_aborting_neighbours_changes_nothing(model_folder):
+    folder, prompts, expected = model_folder
+    core = engine(folder, max_num_batched_tokens=24)
+    requests = [request(str(i), prompt) for i, prompt in enumerate(prompts)]
+    victims = [request(f"v{i}", prompt, 50) for i, prompt in enumerate(prompts[1:])]
+    order = [r for pair in zip(victims, requests[1:], strict=True) for r in pair] + requests[:1]
+    tokens, _ = run(core, order, on_step=lambda number: core.abort([f"v{number % 4}"]) if number > 2 else None)
+    core.abort([victim.request_id for victim in victims])
+    assert [tokens[str(i)] for i in range(len(prompts))] == expected
+
+
+def test_refusals_and_failures_touch_nobody_else(tmp_path):
+    model = checkpoints.make("qwen3_5")
+    core = engine(checkpoints.save(model, tmp_path))
+    refused = core.add(request("bad", [checkpoints.VOCAB_SIZE]))
+    assert refused.error_type == "RequestError"
+    assert str(checkpoints.VOCAB_SIZE) in refused.error
+    tokens, _ = run(core, [request("good", [1, 2, 3])])
+    assert tokens["good"] == greedy(model, [1, 2, 3])
+
+
+def test_nan_fails_only_its_own_request_and_leaves_no_cache(tmp_path):
+    model = checkpoints.make("qwen3_5")
+    folder = checkpoints.save(model, tmp_path)
+    tensors = checkpoints.load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    poison = 7
+    tensors[name] = tensors[name].clone()
+    tensors[name][poison] = float("nan")
+    config = checkpoints.read_config(folder)
+    checkpoints.rewrite_tensors(folder, {**tensors, "lm_head.weight": torch.nan_to_num(tensors[name])})
+    checkpoints.rewrite_config(folder, {**config, "tie_word_embeddings": False})
+    core = engine(folder)
+    for one in (request("bad", [1, 2, poison, 4]), request("good", [1, 2, 3])):
+        core.add(one)
+    ends = {}
+    while core.has_work:
+        for output in core.step():
+            if output.finish_reason:
+                ends[output.request_id] = output
+        core.check()
+    assert ends["bad"].finish_reason == "error"
+    assert "NaN" in ends["bad"].error
+    assert ends["good"].finish_reason == "length"
+
+
+def test_info_tells_the_plan_that_storage_allocates(tmp_path):
+    folder = checkpoints.save(checkpoints.make("qwen3_5"), tmp_path)
+    info = engine(folder).info
+    assert info.superpage_nbytes * info.num_superpages <= 2**26
+    assert info.layer_plan == "0-1,3: gated_delta  2: attention"
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] == info.vocab_size
+    assert info.kv_nbytes_per_token == sum(g.natural_nbytes for g in info.groups if g.kind == "paged") // info.block_size
