@@ -68,7 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise RequestError(f"{name} is {value!r}; it must be a number from {low} to {high}", param=name)
+                raise RequestError(f"{name} is {value!r}; it must be a number from {low:.10g} to {high:.10g}", param=name)
         for name in ("n", "top_k", "seed", "logprobs", "prompt_logprobs", "max_tokens", "min_tokens"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, int):

@@ -153,6 +153,23 @@ def test_a_models_name_tells_no_path(tmp_path: Path) -> None:
     assert name_of("owner/name", None) == "owner/name"
     assert name_of(str(tmp_path), "mine") == "mine"
     assert text_folder(str(tmp_path)) == tmp_path
+    (tmp_path / "config.json").write_text("{}")
+    assert text_folder(str(tmp_path / "config.json")) == tmp_path
+
+
+@pytest.mark.parametrize("source", ["demo", "owner/name", "config.json"])
+def test_finding_a_tokenizer_brings_no_torch_into_the_servers_process(source: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    code = (
+        "import sys, huggingface_hub\n"
+        "from hybridserve.cli.folder import text_folder\n"
+        "huggingface_hub.snapshot_download = lambda repo_id, allow_patterns: '.' if '*.safetensors' not in allow_patterns else 'no'\n"
+        f"print(text_folder({source!r}), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    folder, has_torch = done.stdout.split()
+    assert has_torch == "False"
+    assert folder == "." or folder.endswith("demo")
     assert (text_folder("demo") / "tokenizer.json").is_file()
 
 

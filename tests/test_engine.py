@@ -94,21 +94,27 @@ def test_prefix_hits_give_the_reference(model_folder):
 
 def test_preemption_under_little_memory_gives_the_reference(model_folder):
     folder, prompts, expected = model_folder
-    largest = engine(folder).info
-    # Room for about two sequences of the longest prompt, for five requests.
-    core = engine(folder, kv_cache_memory=pinched(largest), max_num_batched_tokens=32, max_model_len=96)
-    repeated = [request(f"{copy}.{i}", prompt, 12) for copy in range(2) for i, prompt in enumerate(prompts)]
-    tokens, _ = run(core, repeated)
-    for name, found in tokens.items():
-        assert found[:NEW_TOKENS] == expected[int(name.split(".")[1])]
-        assert len(found) == 12
-    assert core.stats().num_preemptions > 0
+    info = engine(folder).info
+    repeated = [(f"{copy}.{i}", prompt) for copy in range(2) for i, prompt in enumerate(prompts)]
+    num_preemptions = 0
+    # How much too little it takes depends on the sizes of pages; every amount must give the reference.
+    for spare in range(10):
+        core = engine(folder, kv_cache_memory=pinched(info, spare), max_num_batched_tokens=32, max_model_len=96)
+        tokens, _ = run(core, [request(name, prompt, 20) for name, prompt in repeated])
+        for name, found in tokens.items():
+            assert found[:NEW_TOKENS] == expected[int(name.split(".")[1])]
+            assert len(found) == 20
+        num_preemptions = core.stats().num_preemptions
+        if num_preemptions:
+            break
+    # States alone never grow: what was admitted can finish.
+    assert num_preemptions > 0 or all(group.kind == "state" for group in info.groups)
 
 
-def pinched(info):
-    """Bytes that hold little more than one sequence of 96 tokens."""
+def pinched(info, spare):
+    """Bytes that hold one sequence of 96 tokens and `spare` superpages more."""
     pages = sum(-(-(96 // 16 if g.kind == "paged" else 1) // g.pages_per_superpage) for g in info.groups)
-    return (pages + 2) * info.superpage_nbytes
+    return (pages + spare) * info.superpage_nbytes
 
 
 def test_aborting_neighbours_changes_nothing(model_folder):

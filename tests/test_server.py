@@ -302,7 +302,8 @@ def test_boundaries_salt_and_parts_of_a_chat(shared: Running) -> None:
     sent = shared.engine.submitted[-1]
     system = TOKENIZER.encode("<|im_start|>system\nbe\nbrief<|im_end|>\n")
     user = TOKENIZER.encode("<|im_start|>user\nhi<|im_end|>\n")
-    assert sent.cache.boundaries == (len(system), len(system) + len(user))
+    # where messages end, and where the next turn will part: after the whole prompt, since this template keeps it as it is
+    assert sent.cache.boundaries == (len(system), len(system) + len(user), len(sent.prompt_token_ids))
     assert sent.cache.salt == "tenant-7"
     assert sent.prompt_token_ids == system + user + TOKENIZER.encode("<|im_start|>assistant\n")
 

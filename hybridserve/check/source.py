@@ -15,7 +15,7 @@ from hybridserve.config import EngineSettings, format_nbytes
 from hybridserve.errors import UsageError
 from hybridserve.models import ModelFolder, resolve
 from hybridserve.models.shards import INDEX_NAME, TensorEntry, read_entries
-from hybridserve.models.source import DEMO
+from hybridserve.origin import DEMO
 
 Kind: TypeAlias = Literal["config", "folder", "repository"]
 Entries: TypeAlias = Mapping[str, TensorEntry]

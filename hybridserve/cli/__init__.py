@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("complete prompts in this process", "hybridserve.cli.generate"),
     "chat": ("talk to a model in the terminal", "hybridserve.cli.chat"),
     "check-model": ("tell whether a model will run, for how many users, and why not", "hybridserve.cli.check_model"),
+    "check-layer": ("prove a layer right: chunks, batches, slots, rollback, and an oracle", "hybridserve.cli.check_layer"),
     "replay": ("replay a trace through the real scheduler and cache", "hybridserve.cli.replay"),
     "bench": ("measure throughput, latency or a running server", "hybridserve.cli.bench"),
 }

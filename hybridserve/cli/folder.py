@@ -1,23 +1,18 @@
-"""Where a model's text files (tokenizer, template, generation config) are.
+"""Where a model's text files (tokenizer, template, generation config) are, and what clients call the model.
 
-Owns that look-up for the commands. The two common cases are decided here, because asking `models/` imports torch, which takes
-seconds that a server's own process can do without.
+Owns those two for the commands. Must not import `models/`: that brings in torch, which takes seconds that a server's own process
+can do without.
 """
 
-from importlib.resources import files
 from pathlib import Path
+
+from hybridserve.origin import find
 
 
 def text_folder(source: str) -> Path:
     """The folder of what `--tokenizer` or the model argument names. Raises UsageError when there is no such thing."""
-    if source == "demo":
-        return Path(str(files("hybridserve"))) / "demo"
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    from hybridserve.models import resolve  # for repo ids and bare configs
-
-    return resolve(source, load_format="dummy").path
+    path = find(source, with_weights=False)
+    return path.parent if path.is_file() else path
 
 
 def name_of(model: str, served_name: str | None) -> str:

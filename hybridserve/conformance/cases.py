@@ -32,6 +32,138 @@ class Case:
 
 _HALVES, _PAIRS = (RotaryConfig(rotary_dim=6, theta=1e4, interleaved=pairs) for pairs in (False, True))
 
+_ATTENTION = (
+    Case(
+        "head norm, element gate, partial rotation",
+        AttentionConfig(
+            hidden_size=HIDDEN,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            rotary=_HALVES,
+            qk_norm="head",
+            zero_centred_norm=True,
+            output_gate="element",
+        ),
+        oracles.attention,
+    ),
+    Case(
+        "window, sinks, biases, softcap",
+        AttentionConfig(
+            hidden_size=HIDDEN,
+            num_heads=6,
+            num_kv_heads=2,
+            head_dim=8,
+            rotary=_PAIRS,
+            window=7,
+            sinks=True,
+            softcap=1.5,
+            qkv_bias=True,
+            out_bias=True,
+        ),
+        oracles.attention,
+    ),
+    Case(
+        "full norm, head gate, no positions",
+        AttentionConfig(
+            hidden_size=HIDDEN, num_heads=4, num_kv_heads=4, head_dim=8, qk_norm="full", output_gate="head", key_multiplier=0.4
+        ),
+        oracles.attention,
+    ),
+)
+_MLA = (
+    Case(
+        "low-rank query, biases, head gate",
+        MLAConfig(
+            hidden_size=HIDDEN,
+            num_heads=4,
+            kv_rank=12,
+            nope_dim=8,
+            rope_dim=6,
+            v_dim=10,
+            q_rank=9,
+            rotary=_PAIRS,
+            bias=True,
+            output_gate="head",
+        ),
+        oracles.mla,
+    ),
+    Case("no positions", MLAConfig(hidden_size=HIDDEN, num_heads=4, kv_rank=12, nope_dim=8, rope_dim=6, v_dim=10), oracles.mla),
+)
+_GATED_DELTA = (
+    Case(
+        "three value heads to a key head",
+        GatedDeltaConfig(hidden_size=HIDDEN, num_k_heads=2, num_v_heads=6, k_dim=8, v_dim=12),
+        oracles.gated_delta,
+    ),
+    Case(
+        "negative eigenvalues, sigmoid gate",
+        GatedDeltaConfig(
+            hidden_size=HIDDEN,
+            num_k_heads=2,
+            num_v_heads=2,
+            k_dim=8,
+            v_dim=8,
+            conv_width=3,
+            gate_activation="sigmoid",
+            allow_neg_eigval=True,
+        ),
+        oracles.gated_delta,
+    ),
+)
+_KDA = (
+    Case(
+        "low-rank gates",
+        KDAConfig(hidden_size=HIDDEN, num_heads=3, head_dim=8, conv_width=3, gate_rank=8),
+        oracles.kda,
+    ),
+    Case(
+        "bounded decay, fp32 convolution",
+        KDAConfig(hidden_size=HIDDEN, num_heads=3, head_dim=8, lower_bound=-5.0, conv_fp32=True),
+        oracles.kda,
+    ),
+)
+_MAMBA2 = (
+    Case(
+        "norm after gate",
+        Mamba2Config(hidden_size=HIDDEN, num_heads=8, head_dim=8, num_groups=2, state_size=5, proj_bias=True),
+        oracles.mamba2,
+    ),
+    Case(
+        "norm before gate, multipliers, limited steps",
+        Mamba2Config(
+            hidden_size=HIDDEN,
+            num_heads=4,
+            head_dim=8,
+            num_groups=4,
+            state_size=16,
+            conv_width=2,
+            conv_bias=False,
+            norm_first=True,
+            out_bias=True,
+            time_step_limit=(0.3, float("inf")),
+            ssm_multipliers=(0.5, 1.5, 0.7, 1.3, 0.9),
+            in_multiplier=1.25,
+        ),
+        oracles.mamba2,
+    ),
+    Case(
+        "gate alone",
+        Mamba2Config(hidden_size=HIDDEN, num_heads=4, head_dim=8, num_groups=1, state_size=5, gated_norm=False),
+        oracles.mamba2,
+    ),
+)
+_SHORT_CONV = (
+    Case("width 3", ShortConvConfig(hidden_size=HIDDEN, width=3), oracles.short_conv),
+    Case("width 7, biases", ShortConvConfig(hidden_size=HIDDEN, width=7, bias=True), oracles.short_conv),
+)
 
-def _attention(rotary: RotaryConfig | None = _HALVES) -> AttentionConfig:
-    return AttentionConfig(hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, head_dim=8, rotary=rotary)
+#: By the name under which the kind is registered.
+CASES: Mapping[str, tuple[Case, ...]] = {
+    "attention": _ATTENTION,
+    "gated_delta": _GATED_DELTA,
+    "kda": _KDA,
+    "mamba2": _MAMBA2,
+    "mla": _MLA,
+    "short_conv": _SHORT_CONV,
+}

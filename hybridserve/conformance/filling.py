@@ -12,7 +12,7 @@ _GAIN = 1.4
 
 
 def fill(mixer: Mixer, seed: int = 7) -> Mixer:
-    """Draw all parameters: matrices by the size of what they sum over, norms around 1, other vectors around 0. Returns the mixer."""
+    """Draw all parameters: matrices by what they sum over, norms around 1, other vectors around 0. Returns the mixer."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in mixer.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)

@@ -1,25 +1,20 @@
-"""Where a model comes from: a folder, a config.json, a Hugging Face repo id, or the demo that ships with the package.
+"""A model's folder and the JSON files in it.
 
-Owns finding and reading the JSON files. Must not know architectures or weights. Called by `loader.py`, the tokenizer and
-`check-model`. Only a repo id may touch the network, and `HF_HUB_OFFLINE` forbids that too.
+Owns reading those. Must not know architectures or weights, nor where the folder comes from (`hybridserve/origin.py`). Called by
+`loader.py` and `check-model`.
 """
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from hybridserve.errors import UnsupportedModelError, UsageError, WeightsError
+from hybridserve.origin import find
 
-#: Name of the model that ships with the package.
-DEMO = "demo"
 #: Endings of files that can run code when they are opened.
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-#: What is fetched of a repository: never code, never pickles.
-_FETCHED = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
-_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -68,19 +63,8 @@ def resolve(source: str, *, load_format: str = "safetensors") -> ModelFolder:
 
     Raises UsageError when there is no such thing, WeightsError when its JSON is missing or broken.
     """
-    path = Path(source).expanduser()
-    if source == DEMO:
-        return _read_folder(source, Path(__file__).parent.parent / "demo")
-    if path.is_dir():
-        return _read_folder(source, path)
-    if path.is_file():
-        return _read_config_only(source, path, load_format)
-    if _REPO_ID.fullmatch(source):
-        return _read_folder(source, _fetch(source, with_weights=load_format != "dummy"))
-    raise UsageError(
-        f"model {source!r} is no folder or file here, and not a Hugging Face repo id (owner/name); "
-        f"give the path of a model folder, a repo id, or {DEMO!r}"
-    )
+    path = find(source, with_weights=load_format != "dummy")
+    return _read_config_only(source, path, load_format) if path.is_file() else _read_folder(source, path)
 
 
 def _read_folder(source: str, path: Path) -> ModelFolder:
@@ -113,17 +97,3 @@ def _with_floats(values: dict[str, object]) -> object:
     """Numbers that JSON has no word for, as transformers writes them: ``{"__float__": "Infinity"}``."""
     name = values.get("__float__")
     return float(name) if len(values) == 1 and name in ("Infinity", "-Infinity", "NaN") else values
-
-
-def _fetch(repo_id: str, *, with_weights: bool) -> Path:
-    """Download a repository's data files, or find them in the local cache. Raises UsageError."""
-    import huggingface_hub  # half a second, and only for repo ids
-
-    patterns = [pattern for pattern in _FETCHED if with_weights or pattern != "*.safetensors"]
-    try:
-        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=patterns))
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
-        raise UsageError(
-            f"model {repo_id!r} is not a folder here, and fetching it failed: {type(error).__name__}: {str(error)[:300]}. "
-            "Check the name and the network (HF_HUB_OFFLINE=1 allows only what is in the cache), or give a local folder"
-        ) from error
