@@ -87,8 +87,8 @@ COPY_TEMPLATES = ("Repeat: {}", 'Repeat "{}".', 'Say "{}".', 'Copy "{}".', 'Repe
 
 SUM_TEMPLATES = ("What is {} plus {}?", "{} plus {}?", "Add {} and {}.", "What is {} + {}?", "{} + {} =")
 
-# In quotes a value is the same token as in an answer, where no space comes before it either. Name and value are
-# at most three tokens apart, which the convolution of a gated delta layer spans.
+# In quotes a value is the same token as in an answer, where no space comes before it either.
+# Name and value are at most three tokens apart, which the convolution of a gated delta layer spans.
 FACT_TEMPLATES = (
     '{name}: "{value}".',
     '{name} has "{value}".',
@@ -177,7 +177,8 @@ def _repeat_facts(rng: random.Random, facts: _Facts, stage: Stage) -> str:
     """Facts told a second time, their values marked as targets: the cheapest recall questions there are."""
     names = rng.choices(list(facts.values), k=stage.num_repeats)
     marked = [f"{TARGET_OPEN}{facts.values[name]}{TARGET_CLOSE}" for name in names]
-    return "".join(" " + facts.sentence(rng, name, value, stage) for name, value in zip(names, marked, strict=True))
+    sentences = [facts.sentence(rng, name, value, stage) for name, value in zip(names, marked, strict=True)]
+    return "".join(" " + sentence for sentence in sentences)
 
 
 def _recall_dialogue(rng: random.Random, stage: Stage, num_facts: int) -> list[Message]:

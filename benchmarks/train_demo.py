@@ -58,7 +58,7 @@ LENGTH_BUCKET = 100
 CURRICULUM = (
     # Few names first: the circuit that matches a name to its value then forms in a hundred steps.
     tasks.Stage(4, num_repeats=14, num_questions=2, num_fact_templates=1, num_names=8, kinds=("code",)),
-    # Nothing but questions: carrying the name from the question to the answer is learned apart from matching it.
+    # Only questions: carrying the name from the question to the answer is learned apart from matching it.
     tasks.Stage(4, num_questions=4, num_fact_templates=2, num_names=8),
     tasks.Stage(8, num_repeats=8, num_questions=6, num_names=24),
     tasks.Stage(16, num_repeats=12, num_questions=6, max_fillers=3),
@@ -159,8 +159,8 @@ def build_model(layers: str, vocab_size: int, eos_id: int, pad_id: int) -> Qwen3
 def initialise(model: Qwen3_5ForCausalLM) -> None:
     """Start from memories of one to a thousand tokens, as in Mamba, and from attention that can be sharp.
 
-    By default a gated delta head forgets within one or two tokens, and normalized queries and keys of 32 dimensions
-    leave attention too flat to pick one fact of 27.
+    By default a gated delta head forgets within one or two tokens, and normalized queries and keys of 32
+    dimensions leave attention too flat to pick one fact of 27.
     """
     for layer, kind in zip(model.model.layers, model.config.layer_types, strict=True):
         if kind == "linear_attention":
@@ -273,7 +273,12 @@ def target_logits(model: Qwen3_5ForCausalLM, ids: Tensor, labels: Tensor) -> tup
     return model.lm_head(hidden[:, :-1][is_target]), labels[:, 1:][is_target]
 
 
-def training_batch(encoder: DialogueEncoder, step: int, stage: tasks.Stage, settings: Settings) -> tuple[str, Tensor, Tensor]:
+def training_batch(
+    encoder: DialogueEncoder,
+    step: int,
+    stage: tasks.Stage,
+    settings: Settings,
+) -> tuple[str, Tensor, Tensor]:
     """Task, ids and labels [B, T] of a step: dialogues of one task and about one length."""
     rng = random.Random(f"{settings.seed}/{step}")
     mix = FULL_MIX if stage.num_names == len(tasks.NAMES) else EARLY_MIX
@@ -291,8 +296,9 @@ def training_batch(encoder: DialogueEncoder, step: int, stage: tasks.Stage, sett
 
 def learning_rate(step: int, settings: Settings) -> float:
     """Linear warm-up, plateau, and linear decay to nearly zero."""
-    decay_steps = settings.steps * settings.decay_fraction
-    return settings.learning_rate * min(1.0, (step + 1) / settings.warmup_steps, (settings.steps - step) / decay_steps)
+    warm_up = (step + 1) / settings.warmup_steps
+    decay = (settings.steps - step) / (settings.steps * settings.decay_fraction)
+    return settings.learning_rate * min(1.0, warm_up, decay)
 
 
 @torch.no_grad()
@@ -330,9 +336,8 @@ def export(model: Qwen3_5ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: P
     out.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(fresh)
     tokenizer.save_pretrained(fresh)
-    GenerationConfig(do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(
-        fresh
-    )
+    eos_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    GenerationConfig(do_sample=False, eos_token_id=eos_id, pad_token_id=pad_id).save_pretrained(fresh)
     save_file(dict(model.state_dict()), fresh / "model.safetensors", metadata={"format": "pt"})
     (fresh / "model.safetensors").chmod(0o644)
     for path in fresh.iterdir():
@@ -365,7 +370,12 @@ def build_optimizer(model: Qwen3_5ForCausalLM, settings: Settings) -> torch.opti
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.98))
 
 
-def optimize(model: Qwen3_5ForCausalLM, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor) -> tuple[float, float]:
+def optimize(
+    model: Qwen3_5ForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    ids: Tensor,
+    labels: Tensor,
+) -> tuple[float, float]:
     """One update from ids and labels [B, T]; returns loss and accuracy, the latter without `IM_END`."""
     logits, targets = target_logits(model, ids, labels)
     loss = F.cross_entropy(logits, targets)
@@ -416,7 +426,12 @@ def evaluate_export(folder: Path, num_prompts: int = 200) -> None:
     for name, prompts in held_out_prompts(num_prompts, TEST_SEED).items():
         outcomes: dict[int, list[bool]] = defaultdict(list)
         for messages, answer in prompts:
-            inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+            inputs = tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
+            )
             num_read = inputs["input_ids"].shape[1]
             output = model.generate(**inputs, max_new_tokens=32)[0, num_read:]
             is_exact = tokenizer.decode(output, skip_special_tokens=True) == answer

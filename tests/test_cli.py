@@ -163,7 +163,8 @@ def test_finding_a_tokenizer_brings_no_torch_into_the_servers_process(source: st
     code = (
         "import sys, huggingface_hub\n"
         "from hybridserve.cli.folder import text_folder\n"
-        "huggingface_hub.snapshot_download = lambda repo_id, allow_patterns: '.' if '*.safetensors' not in allow_patterns else 'no'\n"
+        "def fetch(repo_id, allow_patterns): return 'all of it' if '*.safetensors' in allow_patterns else '.'\n"
+        "huggingface_hub.snapshot_download = fetch\n"
         f"print(text_folder({source!r}), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -276,3 +277,25 @@ def test_any_history_keeps_the_books_and_the_output():
         Machine,
         settings=settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)),
     )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_request_whose_logits_go_bad_leaves_nothing_in_the_cache(layout):
+    """Also not what it published in the steps before the one that showed it."""
+    simulation, coordinator = build(layout, superpages=200, budget=32)
+    scheduler = simulation.scheduler
+    good = [random.Random(1).randrange(VOCAB) for _ in range(40)]
+    run(simulation, request("good", good, 1))
+    rng = random.Random(2)
+    bad = [*good[:35], (good[35] + 1) % VOCAB, *(rng.randrange(VOCAB) for _ in range(59))]
+    scheduler.add(request("bad", bad, 9))
+    while True:
+        plan = scheduler.plan()
+        if plan.samples.any():
+            break
+        scheduler.commit(plan, np.zeros(0, np.int64))
+    ended = scheduler.commit(plan, np.zeros(1, np.int64), failed=np.array([True]))
+    assert [one.reason for one in ended] == ["error"]
+    scheduler.check()
+    assert scheduler.explain(bad, CacheHints()).parted_at == 35
+    assert scheduler.explain(good, CacheHints()).num_hit == 39

@@ -14,7 +14,7 @@ from tests.tiny_models import WINDOW
 
 CPU = torch.device("cpu")
 OPS = select(CPU, torch.float32, ["reference"]).ops
-NAMES = ["gpt_oss", "gemma3", "olmo3"]
+NAMES = ["gpt_oss", "gemma3", "olmo3", "lara_mini", "lfm3"]
 
 
 def logits(folder: Path, ids: list[int], size: int) -> Tensor:

@@ -50,7 +50,7 @@ def _strided_pool(tensor: TensorSpec, num_pages: int, entries: tuple[int, ...]) 
     dtype: torch.dtype = getattr(torch, tensor.dtype)
     shape = (*entries, *tensor.shape)
     page = torch.full((num_pages, math.prod(shape) + GAP), poison(dtype), dtype=dtype)
-    return page[:, : math.prod(shape)].unflatten(1, shape)
+    return torch.unflatten(page[:, : math.prod(shape)], 1, shape)
 
 
 def poison(dtype: torch.dtype) -> float | int:

@@ -12,9 +12,15 @@ from hybridserve.conformance.conduct import Oracle
 from hybridserve.mixers.attention import AttentionConfig
 from hybridserve.mixers.base import MixerConfig
 from hybridserve.mixers.gated_delta import GatedDeltaConfig
+from hybridserve.mixers.index import IndexConfig
+from hybridserve.mixers.indexed_attention import IndexedAttentionConfig
+from hybridserve.mixers.indexed_mla import IndexedMLAConfig
 from hybridserve.mixers.kda import KDAConfig
+from hybridserve.mixers.lightning import LightningConfig
+from hybridserve.mixers.mamba1 import Mamba1Config
 from hybridserve.mixers.mamba2 import Mamba2Config
 from hybridserve.mixers.mla import MLAConfig
+from hybridserve.mixers.ngram import NgramConfig
 from hybridserve.mixers.rotary import RotaryConfig
 from hybridserve.mixers.short_conv import ShortConvConfig
 
@@ -123,6 +129,30 @@ _KDA = (
         oracles.kda,
     ),
 )
+_LIGHTNING = (
+    Case(
+        "slopes from none to steep",
+        LightningConfig(hidden_size=HIDDEN, num_heads=4, head_dim=12, slopes=(0.0, 0.05, 0.3, 1.0)),
+        oracles.lightning,
+    ),
+)
+_MAMBA1 = (
+    Case(
+        "weighted inner norms",
+        Mamba1Config(hidden_size=HIDDEN, inner=24, state_size=5, dt_rank=6, inner_norms="weighted"),
+        oracles.mamba1,
+    ),
+    Case(
+        "plain inner norms, biases",
+        Mamba1Config(hidden_size=HIDDEN, inner=24, state_size=5, dt_rank=6, inner_norms="plain", conv_width=3, proj_bias=True),
+        oracles.mamba1,
+    ),
+    Case(
+        "no inner norms",
+        Mamba1Config(hidden_size=HIDDEN, inner=24, state_size=5, dt_rank=6, conv_bias=False),
+        oracles.mamba1,
+    ),
+)
 _MAMBA2 = (
     Case(
         "norm after gate",
@@ -158,12 +188,85 @@ _SHORT_CONV = (
     Case("width 7, biases", ShortConvConfig(hidden_size=HIDDEN, width=7, bias=True), oracles.short_conv),
 )
 
+# Sixteen heads, so that scores are rarely equal; a budget smaller than the text, so that something is left out.
+_INDEXED_ATTENTION = (
+    Case(
+        "mean of four keys",
+        IndexedAttentionConfig(
+            hidden_size=HIDDEN,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            qk_norm="head",
+            rotary=_HALVES,
+            index=IndexConfig(
+                hidden_size=HIDDEN, query_size=HIDDEN, num_heads=16, head_dim=10, budget=12, group=4, rotary=_HALVES
+            ),
+        ),
+        oracles.indexed_attention,
+    ),
+)
+_INDEXED_MLA = (
+    Case(
+        "a key per token",
+        IndexedMLAConfig(
+            hidden_size=HIDDEN,
+            num_heads=4,
+            kv_rank=12,
+            q_rank=9,
+            nope_dim=8,
+            rope_dim=6,
+            v_dim=10,
+            rotary=_PAIRS,
+            index=IndexConfig(hidden_size=HIDDEN, query_size=9, num_heads=16, head_dim=10, budget=12, rotary=_HALVES),
+        ),
+        oracles.indexed_mla,
+    ),
+    Case(
+        "learned pool of four keys",
+        IndexedMLAConfig(
+            hidden_size=HIDDEN,
+            num_heads=4,
+            kv_rank=12,
+            q_rank=9,
+            nope_dim=8,
+            rope_dim=0,
+            v_dim=10,
+            index=IndexConfig(hidden_size=HIDDEN, query_size=9, num_heads=16, head_dim=10, budget=12, group=4),
+            pooling="learned",
+        ),
+        oracles.indexed_mla,
+    ),
+)
+_NGRAM = (
+    Case(
+        "two streams, up to 4 tokens",
+        NgramConfig(
+            hidden_size=HIDDEN,
+            num_streams=2,
+            embed_dim=24,
+            multipliers=(3, 1009, 9176, 52711),
+            head_sizes=(31, 37, 41, 43, 47, 53),
+            num_rows=256,
+            num_parts=3,
+            end_token=5,
+            conv_width=3,
+        ),
+        oracles.ngram,
+    ),
+)
+
 #: By the name under which the kind is registered.
 CASES: Mapping[str, tuple[Case, ...]] = {
     "attention": _ATTENTION,
     "gated_delta": _GATED_DELTA,
+    "indexed_attention": _INDEXED_ATTENTION,
+    "indexed_mla": _INDEXED_MLA,
     "kda": _KDA,
+    "lightning": _LIGHTNING,
+    "mamba1": _MAMBA1,
     "mamba2": _MAMBA2,
     "mla": _MLA,
+    "ngram": _NGRAM,
     "short_conv": _SHORT_CONV,
 }

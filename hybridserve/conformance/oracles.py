@@ -6,7 +6,9 @@ mixer for its config and its parameters alone. Called through `cases.py`.
 Letters: T rows, D hidden, H heads, K and V their dims, C channels, W width.
 """
 
-from collections.abc import Mapping
+# mypy: allow-untyped-calls
+# torch leaves methods such as unflatten and split without types.
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +17,18 @@ from torch import Tensor
 from hybridserve.mixers.attention import AttentionConfig
 from hybridserve.mixers.base import Mixer
 from hybridserve.mixers.gated_delta import GatedDeltaConfig
+from hybridserve.mixers.index import IndexConfig
+from hybridserve.mixers.indexed_attention import IndexedAttentionConfig
+from hybridserve.mixers.indexed_mla import IndexedMLAConfig
 from hybridserve.mixers.kda import KDAConfig
+from hybridserve.mixers.lightning import LightningConfig
+from hybridserve.mixers.mamba1 import Mamba1Config
 from hybridserve.mixers.mamba2 import Mamba2Config
 from hybridserve.mixers.mla import MLAConfig
+from hybridserve.mixers.ngram import NgramConfig
 from hybridserve.mixers.rotary import RotaryConfig
 
-_ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 class Weights:
@@ -82,6 +90,11 @@ def attention(mixer: Mixer, x: Tensor) -> Tensor:
     """Softmax attention with the options of `AttentionConfig`. x: [T, D]. Returns [T, D]."""
     config, w, x = mixer.config, Weights(mixer), x.double()
     assert isinstance(config, AttentionConfig)
+    return grouped_attention(config, w, x, seen_by(len(x), config.window))
+
+
+def grouped_attention(config: AttentionConfig, w: Weights, x: Tensor, seen: Tensor) -> Tensor:
+    """x: [T, D]; seen: bool [T, T]. Returns [T, D]."""
     q, gate = _queries_and_gate(config, w, x)
     k, v = (w.project(name, x).unflatten(-1, (config.num_kv_heads, -1)) for name in ("k_proj", "v_proj"))
     q, k = (_head_norm(config, w, name, h) for name, h in (("q_norm", q), ("k_norm", k)))
@@ -89,7 +102,7 @@ def attention(mixer: Mixer, x: Tensor) -> Tensor:
     k, v = (h.repeat_interleave(config.num_heads // config.num_kv_heads, 1) for h in (k, v))
     scale = config.head_dim**-0.5 if config.scale is None else config.scale
     sinks = w["sinks"] if config.sinks else None
-    y = softmax_attention(q * scale, k, v, seen_by(len(x), config.window), sinks, config.softcap or 0.0)
+    y = softmax_attention(q * scale, k, v, seen, sinks, config.softcap or 0.0)
     return w.project("o_proj", (y * gate.sigmoid() if gate is not None else y).flatten(1))
 
 
@@ -136,6 +149,61 @@ def latent_attention(config: MLAConfig, w: Weights, x: Tensor, seen: Tensor) -> 
 def low_rank_query(config: MLAConfig, w: Weights, x: Tensor) -> Tensor:
     """x: [T, D]. Returns [T, q_rank]."""
     return rms(w.project("q_a_proj", x), config.eps) * w["q_a_layernorm.weight"]
+
+
+def indexed_attention(mixer: Mixer, x: Tensor) -> Tensor:
+    """Grouped attention to the tokens that the mean keys of their groups choose. x: [T, D]. Returns [T, D]."""
+    config, w, x = mixer.config, Weights(mixer), x.double()
+    assert isinstance(config, IndexedAttentionConfig)
+    index = config.index
+    inner = index.num_heads * index.head_dim
+    q, raw = (x @ w["indexer.index_qk_proj.weight"].T).split((inner, index.head_dim), -1)
+    q = rotate(rms(q.unflatten(-1, (-1, index.head_dim)), index.eps) * (1 + w["indexer.q_layernorm.weight"]), index.rotary)
+    keys = rms(_full_groups(raw, index.group).mean(1), index.eps) * (1 + w["indexer.k_layernorm.weight"])
+    scores = torch.einsum("ihk,ek->ihe", q, _turn_groups(keys, index)).relu().sum(1)
+    return grouped_attention(config, w, x, _chosen(scores, index))
+
+
+def indexed_mla(mixer: Mixer, x: Tensor) -> Tensor:
+    """Latent attention to the tokens that an index of one key per token, or per learned pool, chooses. x: [T, D]."""
+    config, w, x = mixer.config, Weights(mixer), x.double()
+    assert isinstance(config, IndexedMLAConfig)
+    index = config.index
+    assert index is not None
+    row = x if config.q_rank is None else low_rank_query(config, w, x)
+    q = rotate(w.project("indexer.wq_b", row).unflatten(-1, (index.num_heads, -1)), index.rotary)
+    norm = w["indexer.k_norm.weight"], w["indexer.k_norm.bias"]
+    keys = F.layer_norm(w.project("indexer.wk", x), (index.head_dim,), *norm, index.eps)
+    if index.group == 1:
+        keys = rotate(keys[:, None], index.rotary)[:, 0]
+    else:
+        gates = x @ w["indexer.index_kpool_compress_gate"].T
+        shares = (_full_groups(gates, index.group) + w["indexer.index_kpool_compress_ape"]).softmax(1)
+        keys = (shares * _full_groups(keys, index.group)).sum(1)
+    scores = torch.einsum("ihe,ih->ie", torch.einsum("ihk,ek->ihe", q, keys).relu(), w.project("indexer.weights_proj", x))
+    return w.project("o_proj", latent_attention(config, w, x, _chosen(scores, index)).flatten(1))
+
+
+def _full_groups(x: Tensor, group: int) -> Tensor:
+    """x: [T, K]. Returns [T // n, n, K]."""
+    return x[: len(x) // group * group].unflatten(0, (-1, group))
+
+
+def _turn_groups(keys: Tensor, index: IndexConfig) -> Tensor:
+    """Each pooled key turned at its group's first position. keys: [E, K]."""
+    spread = keys[:, None].repeat_interleave(index.group, 0)
+    return rotate(spread, index.rotary)[:: index.group, 0]
+
+
+def _chosen(scores: Tensor, index: IndexConfig) -> Tensor:
+    """Tokens of the best groups among those that are full, and of the open group. scores: [T, E]. Returns bool [T, T]."""
+    seen = torch.zeros(len(scores), len(scores), dtype=torch.bool)
+    for i, row in enumerate(scores):
+        full = (i + 1) // index.group
+        for entry in row[:full].topk(min(full, index.budget // index.group)).indices.tolist():
+            seen[i, entry * index.group : (entry + 1) * index.group] = True
+        seen[i, full * index.group : i + 1] = True
+    return seen
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
@@ -220,8 +288,75 @@ def _gated(config: Mamba2Config, w: Weights, y: Tensor, gate: Tensor) -> Tensor:
     return y * gate if config.norm_first else y
 
 
+def mamba1(mixer: Mixer, x: Tensor) -> Tensor:
+    """Every pair of rows weighed by the decay between them (Gu and Dao 2023, arXiv 2312.00752). x: [T, D]. Returns [T, D]."""
+    config, w, x = mixer.config, Weights(mixer), x.double()
+    assert isinstance(config, Mamba1Config)
+    u, gate = w.project("in_proj", x).chunk(2, -1)
+    u = F.silu(w.convolve("conv1d", u))
+    selected = w.project("x_proj", u).split((config.dt_rank, config.state_size, config.state_size), -1)
+    if config.inner_norms != "none":
+        selected = [rms(part, config.eps) for part in selected]
+    if config.inner_norms == "weighted":
+        selected = [part * w[f"{name}_norm_weight"] for name, part in zip(("dt", "b", "c"), selected, strict=True)]
+    low, b, c = selected
+    dt = F.softplus(w.project("dt_proj", low) + w["dt_bias"])
+    total = (dt[..., None] * -w["A_log"].exp()).cumsum(0)
+    decay = (total[:, None] - total[None]).masked_fill(~seen_by(len(x))[..., None, None], -torch.inf).exp()  # [i, j, I, N]
+    y = torch.einsum("in,jn,ijpn,jp->ip", c, b, decay, dt * u) + w["D"] * u
+    return w.project("out_proj", y * F.silu(gate))
+
+
+def lightning(mixer: Mixer, x: Tensor) -> Tensor:
+    """x: [T, D]. Returns [T, D]."""
+    config, w, x = mixer.config, Weights(mixer), x.double()
+    assert isinstance(config, LightningConfig)
+    q, k, v = F.silu(w.project("qkv_proj", x)).unflatten(-1, (config.num_heads, 3, config.head_dim)).unbind(2)
+    behind = torch.arange(len(x))[:, None] - torch.arange(len(x))
+    decay = (-torch.tensor(config.slopes).double()[:, None, None] * behind).exp() * seen_by(len(x))
+    y = torch.einsum("ihk,jhk,hij,jhv->ihv", q, k, decay, v).flatten(1)
+    return w.project("out_proj", rms(y, config.eps) * w["norm.weight"] * w.project("output_gate", x).sigmoid())
+
+
 def short_conv(mixer: Mixer, x: Tensor) -> Tensor:
     """x: [T, D]. Returns [T, D]."""
     w = Weights(mixer)
     b, c, u = w.project("in_proj", x.double()).chunk(3, -1)
     return w.project("out_proj", c * w.convolve("conv", b * u))
+
+
+def ngram(mixer: Mixer, x: Tensor) -> Tensor:
+    """The layer on token 0 throughout, as the kit's batches have it. x: [T, n D]. Returns [T, n D]."""
+    config, w, x = mixer.config, Weights(mixer), x.double()
+    assert isinstance(config, NgramConfig)
+    table = torch.cat([w[name] for name in mixer.state_dict() if name.startswith("table.parts")])
+    embedded = torch.stack([table[_ngram_rows(config, min(i + 1, len(config.multipliers)))].flatten() for i in range(len(x))])
+    query, key = (_stream_norm(config, w, name, h) for name, h in (("query", x), ("key", w.project("key_proj", embedded))))
+    logit = (query * key).sum(-1, keepdim=True) / query.shape[-1] ** 0.5
+    gate = (logit.sign() * logit.abs().clamp_min(1e-6).sqrt()).sigmoid()
+    gated = gate * w.project("value_proj", embedded)[:, None]
+    normed, apart = _stream_norm(config, w, "conv", gated.flatten(1)).flatten(1), len(config.multipliers)
+    width = config.conv_width
+    padded = F.pad(normed, (0, 0, (width - 1) * apart, 0))
+    mixed = sum(padded[tap * apart : tap * apart + len(x)] * w["conv_weight"][:, tap] for tap in range(width))
+    assert isinstance(mixed, Tensor)
+    return gated.flatten(1) + F.silu(mixed)
+
+
+def _stream_norm(config: NgramConfig, w: Weights, name: str, x: Tensor) -> Tensor:
+    """x: [T, n D]. Returns [T, n, D]."""
+    weight = (1 + w[f"norm_{name}.weight"]).view(config.num_streams, -1)
+    return rms(x.unflatten(-1, (config.num_streams, -1)), config.eps) * weight
+
+
+def _ngram_rows(config: NgramConfig, known: int) -> list[int]:
+    """Rows of the table for token 0 behind `known` - 1 others like it; what is before the beginning counts as an end of text."""
+    heads_per_order = len(config.head_sizes) // (len(config.multipliers) - 1)
+    rows, first = [], 0
+    for head, size in enumerate(config.head_sizes):
+        order, mixed = head // heads_per_order + 2, 0
+        for back in range(order):
+            mixed ^= (0 if back < known else config.end_token) * config.multipliers[back]
+        rows.append(first + mixed % size)
+        first += size
+    return rows

@@ -218,14 +218,16 @@ class PrefixCache:
                 node.blocks[order] = block
                 self._pools[group.index].hold(block)
 
-    def add_state(self, node: Node, tail: bytes, slots: list[int], blocks: list[int], *, origin: Origin, pin: bool) -> bool:
-        """States after `node`'s text and `tail`; False when the index has them already and these are not needed."""
+    def add_state(
+        self, node: Node, tail: bytes, slots: list[int], blocks: list[int], *, origin: Origin, pin: bool
+    ) -> Checkpoint | None:
+        """States after `node`'s text and `tail`; None when the index has them already and these are not needed."""
         known = node.checkpoints.get(tail)
         if known is not None:
             if origin == "junction":
                 known.origin = origin
             self._renew(known)
-            return False
+            return None
         pinned = pin and self._num_pinned < _MAX_PINNED_SHARE * (self._index.num_checkpoints + 1)
         checkpoint = Checkpoint(node, tail, slots, blocks, origin, pinned, stamp=self._queue.stamp())
         self._num_pinned += pinned
@@ -235,7 +237,7 @@ class PrefixCache:
         for group, slot in zip(self._plan.states, slots, strict=True):
             self._pools[group.index].hold(slot)
         self._queue.push(checkpoint, self._worth(checkpoint))
-        return True
+        return checkpoint
 
     def offer_window(self, node: Node, group: GroupPlan, first: int, end: int) -> None:
         """Queue the window blocks of units `first` to `end` above `node`: of use only to a prompt that resumes just behind."""
@@ -273,6 +275,17 @@ class PrefixCache:
         for entry in set_aside:
             self._queue.put_back(entry)
         return pool.has_free or self._arena.num_free > 0
+
+    def drop(self, written: Sequence[Checkpoint], node: Node, start: Node) -> None:
+        """Drop what a request left that cannot be trusted: its checkpoints, and its text behind `start` up to `node`."""
+        for checkpoint in written:
+            if not checkpoint.evicted:
+                self._evict(checkpoint)
+        while node is not start and node.parent is not None and not (node.children or node.checkpoints or node.num_users):
+            parent = node.parent
+            if not node.evicted:
+                self._evict(node)
+            node = parent
 
     def clear(self) -> None:
         """Evict all that no request uses."""

@@ -23,7 +23,7 @@ from hybridserve.kv.checkpoints import CheckpointPolicy
 from hybridserve.kv.eviction import Policy
 from hybridserve.kv.explanation import explain, unexplored
 from hybridserve.kv.pool import PagePool
-from hybridserve.kv.prefix import Node, Origin
+from hybridserve.kv.prefix import Checkpoint, Node, Origin
 from hybridserve.request import CacheHints, Explanation
 
 Ints = NDArray[np.int64]
@@ -59,11 +59,14 @@ class _Seat:
 
     tokens: NDArray[np.int32]  # the request's row of the token table: valid as far as it is computed
     node: Node  # the deepest text of it in the index
+    start: Node  # the text that it found there
     stores: bool  # whether what it computes is offered to others
     pinned: bool
     junction: int
     boundaries: tuple[int, ...]
     num_prompt: int
+    written: list[Checkpoint] = field(default_factory=list)
+    is_distrusted: bool = False
     promised: set[int] = field(default_factory=set)  # positions that waiting requests will resume from
     wanted: list[int] = field(default_factory=list)  # positions of checkpoints to come, ascending
     borrowed: list[int] | None = None  # slots of somebody's checkpoint that its next pass starts from
@@ -142,7 +145,7 @@ class KVCacheCoordinator:
         """
         node = match.text.path[match.num_tokens // self._unit] if match.text is not None else self._cache.root(hints.salt)
         stores = self._caching and not hints.no_store
-        record = _Seat(tokens, node, stores, hints.pin, match.text_tokens, hints.boundaries, num_prompt)
+        record = _Seat(tokens, node, node, stores, hints.pin, match.text_tokens, hints.boundaries, num_prompt)
         self._seats[seat] = record
         self._cache.use(node, 1)
         self._share(seat, record, match)
@@ -354,8 +357,9 @@ class KVCacheCoordinator:
         self._pending.clear()
 
     def distrust(self, seat: int) -> None:
-        """What this seat computes is bad: neither the pass under way nor anything later of it is offered to others."""
+        """What this seat computes is bad: nothing of it is offered to others, and what was goes when the seat is released."""
         self._seats[seat].stores = False
+        self._seats[seat].is_distrusted = True
         for pending in [p for p in self._pending if p.seat == seat]:
             self._pending.remove(pending)
             self._give_back(self.plan.states, pending.slots)
@@ -422,7 +426,9 @@ class KVCacheCoordinator:
         blocks = [self._block_at(seat, record, group, at) for group in self.plan.paged] if tail else []
         kept = [block for block in blocks if block is not None]
         assert len(kept) == len(blocks), "the block of the newest tokens is inside every window"
-        if self._cache.add_state(node, tail, slots, kept, origin=self._origin(record, position), pin=record.pinned):
+        added = self._cache.add_state(node, tail, slots, kept, origin=self._origin(record, position), pin=record.pinned)
+        if added is not None:
+            record.written.append(added)
             self.num_checkpoints_written += 1
 
     @staticmethod
@@ -483,6 +489,8 @@ class KVCacheCoordinator:
         self.room[seat] = 0
         self._next_wanted[seat] = _NEVER
         self._cache.use(record.node, -1)
+        if record.is_distrusted:
+            self._cache.drop(record.written, record.node, record.start)
 
     def clear(self) -> None:
         """Evict all that no request uses."""

@@ -1,0 +1,247 @@
+"""The kit itself: every built-in layer is enrolled and verified, the command's verdicts, the plug-in, the second worked example."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding
+
+from hybridserve.cli import main
+from hybridserve.conformance.bench import Bench, rows_of, run_whole
+from hybridserve.conformance.cases import CASES
+from hybridserve.conformance.checks import ALL_CHECKS, name_of
+from hybridserve.conformance.conduct import check_oracle
+from hybridserve.conformance.judge import judge
+from hybridserve.conformance.subjects import Subject, find_subjects
+from hybridserve.conformance.tolerance import FP32, ConformanceError, Tolerance
+from hybridserve.mixers import mixers
+from hybridserve.mixers.short_conv import ShortConv
+
+pytest_plugins = ["hybridserve.conformance.plugin"]
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = str(ROOT / "docs/examples/diff_attention.py")
+RG_LRU = str(ROOT / "docs/examples/rg_lru.py")
+HEADS = '{"hidden_size": 32, "num_heads": 4}'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tables() -> Iterator[None]:
+    """What examples register is forgotten after this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixers, "_items", dict(mixers._items))
+        yield
+
+
+# --- built-in layers ---
+
+
+def test_every_registered_kind_has_a_case_with_an_oracle() -> None:
+    own = {kind for kind in mixers if mixers[kind].__module__.startswith("hybridserve.mixers")}
+    assert set(CASES) == own, "add a case to hybridserve/conformance/cases.py"
+    assert all(case.oracle is not None for cases in CASES.values() for case in cases)
+    assert all(isinstance(case.config, mixers[kind].Config) for kind, cases in CASES.items() for case in cases)
+
+
+BUILT_IN = [subject for kind in CASES for subject in find_subjects(kind)]
+
+
+@pytest.mark.parametrize("subject", BUILT_IN, ids=lambda subject: subject.name)
+def test_a_built_in_layer_computes_what_its_oracle_does(subject: Subject) -> None:
+    check_oracle(subject.build(), subject.oracle, FP32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", BUILT_IN, ids=lambda subject: subject.name)
+def test_a_built_in_layer_is_verified_within_a_minute(subject: Subject) -> None:
+    report = judge(subject)
+    assert report.verdict == "verified", report.failed
+    assert sum(outcome.seconds for outcome in report.checks) < 60
+
+
+# --- the command ---
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(["check-layer", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_a_built_in_layer_is_verified(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, "short_conv", "--json")
+    report = json.loads(text)
+    assert (code, report["exit_code"], report["verdict"], report["schema_version"]) == (0, 0, "verified", 1)
+    assert len(report["layers"]) == len(CASES["short_conv"])
+    for layer in report["layers"]:
+        assert [c["check"] for c in layer["checks"]] == [*map(name_of, ALL_CHECKS), "against oracle"]
+        assert {c["status"] for c in layer["checks"]} == {"PASS"}
+        assert mixers["short_conv"].Config(**layer["config"]) in [case.config for case in CASES["short_conv"]]
+
+
+def test_without_an_oracle_a_layer_is_not_verified(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, f"{RG_LRU}:RgLru", "--config", HEADS)
+    assert code == 0
+    assert "self-consistent, not verified -> give --oracle" in text
+    assert run(capsys, f"{RG_LRU}:RgLru", "--config", HEADS, "--strict")[0] == 1
+
+
+FAULTY = """
+import torch
+from hybridserve.mixers.short_conv import ShortConv
+class Forgets(ShortConv):
+    def forward(self, x, batch, caches):
+        y = super().forward(x, batch, caches)
+        caches["state"].tensors["conv"][:, 0] = 0
+        return y
+class Raises(ShortConv):
+    def specs(self):
+        raise KeyError("conv")
+def other(mixer, x):
+    return x
+def nothing(mixer, x):
+    return None
+"""
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("faulty") / "faulty.py"
+    path.write_text(FAULTY)
+    return str(path)
+
+
+WIDTH = '{"hidden_size": 8, "width": 4}'
+
+
+def test_a_fault_is_named_with_its_inputs_and_the_largest_difference(capsys: pytest.CaptureFixture[str], faulty: str) -> None:
+    code, text = run(capsys, f"{faulty}:Forgets", "--config", WIDTH, "--json")
+    report = json.loads(text)
+    assert (code, report["verdict"]) == (8, "failed")
+    failed = {c["check"]: c for c in report["layers"][0]["checks"] if c["status"] == "FAIL"}
+    assert "chunks [1, 1, 1, 1, 1, 1, 1, 1, 1]" in failed["chunking"]["detail"]
+    assert failed["chunking"]["difference"] > 0.01
+    assert f"by up to {failed['chunking']['difference']:.3g}" in failed["chunking"]["detail"]
+    assert "slots" in failed["slots"]["detail"]
+
+
+def test_an_exception_of_the_layer_is_a_failure_of_the_check(capsys: pytest.CaptureFixture[str], faulty: str) -> None:
+    code, text = run(capsys, f"{faulty}:Raises", "--config", WIDTH)
+    assert code == 8
+    assert "FAIL specs" in text
+    assert "raised KeyError: 'conv'" in text
+
+
+def test_an_oracle_that_says_otherwise_fails_the_layer(capsys: pytest.CaptureFixture[str], faulty: str) -> None:
+    code, text = run(capsys, "short_conv", "--config", WIDTH, "--oracle", f"{faulty}:other")
+    assert code == 8
+    assert "FAIL against oracle" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        (("short_cnov",), 3, "short_conv"),
+        (("short_conv", "--config", "{"), 2, "--config"),
+        (("short_conv", "--config", "/nowhere.json"), 2, "nowhere.json"),
+        (("short_conv", "--config", '{"hidden_size": 8}'), 2, "width"),
+        (("short_conv", "--config", '{"hidden_size": 8, "width": 1}'), 3, "width is 1"),
+        (("{faulty}:Missing",), 2, "Forgets, Raises"),
+        (("/nowhere.py:Layer",), 2, "nowhere.py"),
+        (("short_conv", "--config", WIDTH, "--oracle", "{faulty}:missing"), 2, "missing"),
+        (("short_conv", "--config", WIDTH, "--oracle", "{faulty}:nothing"), 2, "NoneType"),
+    ],
+)
+def test_a_wrong_call_is_told(
+    capsys: pytest.CaptureFixture[str], faulty: str, arguments: tuple[str, ...], code: int, named: str
+) -> None:
+    found, text = run(capsys, *(argument.replace("{faulty}", faulty) for argument in arguments))
+    assert (found, named in text) == (code, True), text
+
+
+# --- the plug-in ---
+
+
+@pytest.mark.layer(f"{EXAMPLE}:DiffAttention", oracle=f"{EXAMPLE}:quadratic")
+def test_differential_attention_conforms(layer_check) -> None:
+    layer_check()
+
+
+def test_the_plugin_makes_a_test_of_every_check(request: pytest.FixtureRequest) -> None:
+    names = [item.name for item in request.session.items if item.name.startswith("test_differential_attention_conforms[")]
+    # The whole file may not have been collected, when one test was asked for.
+    if names:
+        assert len(names) in (1, len(ALL_CHECKS) + 1)
+
+
+# --- the example ---
+
+
+def published(config: Mapping[str, object], state: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """The published layer on one sequence. x: [T, D]. Returns [T, D]."""
+    theirs = transformers.DiffLlamaConfig(
+        hidden_size=32,
+        num_attention_heads=config["num_heads"],
+        num_key_value_heads=config["num_kv_heads"],
+        head_dim=config["head_dim"],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        rms_norm_eps=1e-5,
+        attention_bias=False,
+    )
+    theirs._attn_implementation = "eager"
+    layer = DiffLlamaAttention(theirs, layer_idx=1).eval()
+    layer.load_state_dict(state)
+    mask = torch.full((len(x), len(x)), torch.finfo(torch.float32).min).triu(1)[None, None]
+    angles = DiffLlamaRotaryEmbedding(theirs)(x[None], torch.arange(len(x))[None])
+    with torch.no_grad():
+        return layer(x[None], position_embeddings=angles, attention_mask=mask)[0][0]
+
+
+@pytest.mark.parametrize("heads", [(8, 4, 8), (4, 4, 6)])
+def test_differential_attention_is_the_published_layer(heads: tuple[int, int, int]) -> None:
+    config = dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True))
+    (subject,) = find_subjects(f"{EXAMPLE}:DiffAttention", json.dumps({"hidden_size": 32, **config}), f"{EXAMPLE}:quadratic")
+    mixer = subject.build()
+    x = rows_of(mixer, 40)
+    expected = published(config, mixer.state_dict(), x)
+    assert expected.abs().mean() > 0.02
+    FP32.check(run_whole(mixer, x)[0], expected, "DiffLlamaAttention")
+    FP32.check(subject.oracle(mixer, x), expected, "the example's own oracle")
+
+
+# --- the comparison ---
+
+
+def test_a_difference_is_said_with_its_place() -> None:
+    with pytest.raises(ConformanceError, match=r"rows: 1 of 6 values differ, by up to 0.5 at \(1, 2\): 1.5 instead of 1"):
+        actual = torch.ones(2, 3)
+        actual[1, 2] = 1.5
+        FP32.check(actual, torch.ones(2, 3), "rows")
+    with pytest.raises(ConformanceError, match="NaN"):
+        FP32.check(torch.tensor([float("nan")]), torch.ones(1), "rows")
+    with pytest.raises(ConformanceError, match="shape"):
+        FP32.check(torch.ones(2), torch.ones(3), "rows")
+    Tolerance(atol=0.6).check(torch.tensor([1.5]), torch.ones(1), "rows")
+
+
+def test_a_layer_that_forgets_at_once_is_told() -> None:
+    class Forgetful(ShortConv):
+        def forward(self, x, batch, caches):
+            return self.out_proj(x)
+
+    case = CASES["short_conv"][0]
+    report = judge(Subject("forgetful", Forgetful, case.config, None))
+    failed = {outcome.check: outcome.detail for outcome in report.failed}
+    assert "nothing is remembered" in failed["memory"]
+    assert "state.conv was not written whole" in failed["specs"]
+
+
+def test_the_caches_of_a_bench_are_poisoned_and_apart() -> None:
+    bench = Bench(BUILT_IN[0].build())
+    for pool in bench.pools().values():
+        assert pool.isnan().all()
+        assert pool.stride(0) > pool[0].numel()
