@@ -23,6 +23,8 @@ import torch
 from hybridserve import errors
 from hybridserve.backends.select import select
 from hybridserve.config import EngineSettings, ServerSettings
+from hybridserve.conformance.checks import ALL_CHECKS, name_of
+from hybridserve.conformance.conduct import check_oracle
 from hybridserve.kv.spec import PagedSpec, Spec
 from hybridserve.mixers import mixers
 from hybridserve.models import CausalLM, architectures, build_model, resolve
@@ -203,6 +205,13 @@ def limit_rows() -> Iterator[tuple[str, ...]]:
         yield code(name), *(powers.get(int(bound)) or f"{bound:g}" for bound in bounds)
 
 
+def check_rows() -> Iterator[tuple[str, ...]]:
+    """A row for each check of the conformance kit."""
+    for check in (*ALL_CHECKS, check_oracle):
+        name = "against oracle" if check is check_oracle else name_of(check)
+        yield name, (inspect.getdoc(check) or "").splitlines()[0]
+
+
 def route_rows() -> Iterator[tuple[str, ...]]:
     """A row for each documented route."""
     for path, methods in openapi("")["paths"].items():
@@ -248,6 +257,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "engine settings": lambda: table(("flag", "default", "meaning"), setting_rows(EngineSettings)),
     "server settings": lambda: table(("flag", "default", "meaning"), setting_rows(ServerSettings)),
     "limits": lambda: table(("field", "from", "to"), limit_rows()),
+    "checks": lambda: table(("check", "what it holds the layer to"), check_rows()),
     "routes": lambda: table(("route", "what it does"), route_rows()),
     "errors": lambda: table(("status", "`error.type`", "class", "when"), error_rows()),
     "exit codes": lambda: table(("code", "errors"), exit_rows()),

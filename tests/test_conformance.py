@@ -1,6 +1,8 @@
-"""The kit itself: every built-in layer is enrolled and verified, the command's verdicts, the plug-in, the second worked example."""
+"""The kit itself: every built-in layer is enrolled and verified, the command's verdicts, the plug-in, the second example."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,12 +18,12 @@ from hybridserve.conformance.cases import CASES
 from hybridserve.conformance.checks import ALL_CHECKS, name_of
 from hybridserve.conformance.conduct import check_oracle
 from hybridserve.conformance.judge import judge
+from hybridserve.conformance.plugin import layer_checks
 from hybridserve.conformance.subjects import Subject, find_subjects
 from hybridserve.conformance.tolerance import FP32, ConformanceError, Tolerance
 from hybridserve.mixers import mixers
 from hybridserve.mixers.short_conv import ShortConv
-
-pytest_plugins = ["hybridserve.conformance.plugin"]
+from hybridserve.models import architectures
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = str(ROOT / "docs/examples/diff_attention.py")
@@ -33,8 +35,11 @@ HEADS = '{"hidden_size": 32, "num_heads": 4}'
 def tables() -> Iterator[None]:
     """What examples register is forgotten after this file."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mixers, "_items", dict(mixers._items))
+        for table in (mixers, architectures):
+            patch.setattr(table, "_items", dict(table._items))
         yield
+    for name in [name for name in sys.modules if name.startswith("hybridserve_plugin_")]:
+        del sys.modules[name]
 
 
 # --- built-in layers ---
@@ -93,6 +98,7 @@ def test_without_an_oracle_a_layer_is_not_verified(capsys: pytest.CaptureFixture
 FAULTY = """
 import torch
 from hybridserve.mixers.short_conv import ShortConv
+from hybridserve.models import architectures
 class Forgets(ShortConv):
     def forward(self, x, batch, caches):
         y = super().forward(x, batch, caches)
@@ -126,7 +132,7 @@ def test_a_fault_is_named_with_its_inputs_and_the_largest_difference(capsys: pyt
     assert "chunks [1, 1, 1, 1, 1, 1, 1, 1, 1]" in failed["chunking"]["detail"]
     assert failed["chunking"]["difference"] > 0.01
     assert f"by up to {failed['chunking']['difference']:.3g}" in failed["chunking"]["detail"]
-    assert "slots" in failed["slots"]["detail"]
+    assert "slot" in failed["slots"]["detail"]
 
 
 def test_an_exception_of_the_layer_is_a_failure_of_the_check(capsys: pytest.CaptureFixture[str], faulty: str) -> None:
@@ -166,16 +172,31 @@ def test_a_wrong_call_is_told(
 # --- the plug-in ---
 
 
-@pytest.mark.layer(f"{EXAMPLE}:DiffAttention", oracle=f"{EXAMPLE}:quadratic")
-def test_differential_attention_conforms(layer_check) -> None:
+@pytest.mark.parametrize("place", range(len(ALL_CHECKS) + 1))
+def test_differential_attention_conforms(place: int) -> None:
+    """Looked up in the test: at collection it would be registered for all files."""
+    checks = layer_checks(f"{EXAMPLE}:DiffAttention", oracle=f"{EXAMPLE}:quadratic")
+    assert len(checks) == len(ALL_CHECKS) + 1
+    checks[place]()
+
+
+MARKED = f"""
+import pytest
+
+@pytest.mark.layer("{EXAMPLE}:DiffAttention")
+@pytest.mark.layer("{RG_LRU}:RgLru", config={HEADS})
+def test_layers(layer_check):
     layer_check()
+"""
 
 
-def test_the_plugin_makes_a_test_of_every_check(request: pytest.FixtureRequest) -> None:
-    names = [item.name for item in request.session.items if item.name.startswith("test_differential_attention_conforms[")]
-    # The whole file may not have been collected, when one test was asked for.
-    if names:
-        assert len(names) in (1, len(ALL_CHECKS) + 1)
+@pytest.mark.slow
+def test_the_mark_makes_a_test_of_every_check(tmp_path: Path) -> None:
+    (tmp_path / "test_marked.py").write_text(MARKED)
+    command = [sys.executable, "-m", "pytest", "-p", "hybridserve.conformance.plugin", "--strict-markers", "-q", "-rs"]
+    result = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert f"{2 * len(ALL_CHECKS)} passed, 2 skipped" in result.stdout, result.stdout
+    assert "self-consistent, not verified" in result.stdout
 
 
 # --- the example ---
@@ -217,9 +238,9 @@ def test_differential_attention_is_the_published_layer(heads: tuple[int, int, in
 
 
 def test_a_difference_is_said_with_its_place() -> None:
+    actual = torch.ones(2, 3)
+    actual[1, 2] = 1.5
     with pytest.raises(ConformanceError, match=r"rows: 1 of 6 values differ, by up to 0.5 at \(1, 2\): 1.5 instead of 1"):
-        actual = torch.ones(2, 3)
-        actual[1, 2] = 1.5
         FP32.check(actual, torch.ones(2, 3), "rows")
     with pytest.raises(ConformanceError, match="NaN"):
         FP32.check(torch.tensor([float("nan")]), torch.ones(1), "rows")

@@ -1,13 +1,15 @@
 """The kit as a plug-in of pytest: one test for each check of each layer.
 
-    pytest_plugins = ["hybridserve.conformance.plugin"]
+Loaded by `-p hybridserve.conformance.plugin`, or by `pytest_plugins` in the topmost conftest.py, it makes tests of
 
     @pytest.mark.layer("my_layer.py:MyLayer", config={"hidden_size": 32}, oracle="my_layer.py:quadratic")
     def test_my_layer(layer_check):
         layer_check()
 
-Owns the mark `layer` and what `layer_check` stands for. Must not know any layer. A layer without an oracle gets one test more,
-which is skipped and says so.
+Without loading anything, `pytest.mark.parametrize("layer_check", layer_checks("my_layer.py:MyLayer"))` does the same.
+
+Owns the mark `layer` and what `layer_check` stands for. Must not know any layer. A layer without an oracle gets a test that is
+skipped and says so.
 """
 
 import functools
@@ -31,8 +33,7 @@ class LayerCheck:
     subject: Subject
     check: Check | None
 
-    @property
-    def id(self) -> str:
+    def __str__(self) -> str:
         return f"{self.subject.name}-{'against oracle' if self.check is None else name_of(self.check)}"
 
     def __call__(self) -> None:
@@ -63,8 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each check of the marked layers."""
-    if "layer_check" not in metafunc.fixturenames:
+    if metafunc.definition.get_closest_marker("layer") is None:
         return
     find: Callable[..., list[LayerCheck]] = layer_checks
     found = [check for mark in metafunc.definition.iter_markers("layer") for check in find(*mark.args, **mark.kwargs)]
-    metafunc.parametrize("layer_check", found, ids=[check.id for check in found])
+    metafunc.parametrize("layer_check", found, ids=map(str, found))
