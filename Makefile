@@ -17,8 +17,8 @@ test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff check hybridserve tests benchmarks
-	$(BIN)/ruff format --check hybridserve tests benchmarks
+	$(BIN)/ruff check hybridserve tests benchmarks docs
+	$(BIN)/ruff format --check hybridserve tests benchmarks docs
 	$(BIN)/mypy
 
 bench: $(VENV)/.dev

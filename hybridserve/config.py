@@ -37,7 +37,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], about("dtype of weights and activations")] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], about("where to run")] = "auto"
     load_format: Annotated[Literal["safetensors", "dummy"], about("`dummy`: random weights at the real shapes")] = "safetensors"
-    max_model_len: Annotated[Annotated[int, Meta(ge=2)] | None, about("longest prompt plus output, in tokens; default: the model's own")] = None
+    max_model_len: Annotated[Annotated[int, Meta(ge=2)] | None, about("longest prompt plus output; default: the model's")] = None
     max_num_batched_tokens: Annotated[Positive, about("token budget of one step")] = 2048
     max_num_seqs: Annotated[Positive, about("requests that run at once")] = 64
     block_size: Annotated[Positive, about("tokens per block of the paged caches")] = 16

@@ -126,9 +126,17 @@ def test_the_command_prints_its_documented_keys(tmp_path, capsys):
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        **{"vocab_size": 100, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
-        **{"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6},
-        **{"rope_theta": 1e4, "tie_word_embeddings": True},
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = [

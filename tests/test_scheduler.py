@@ -282,7 +282,7 @@ def test_any_history_keeps_the_books_and_the_output():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_request_whose_logits_go_bad_leaves_nothing_in_the_cache(layout):
     """Also not what it published in the steps before the one that showed it."""
-    simulation, coordinator = build(layout, superpages=200, budget=32)
+    simulation, _ = build(layout, superpages=200, budget=32)
     scheduler = simulation.scheduler
     good = [random.Random(1).randrange(VOCAB) for _ in range(40)]
     run(simulation, request("good", good, 1))

@@ -28,7 +28,8 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-#: Elementwise functions, any shape and dtype. `relu2` is the square of relu (Nemotron-H), `quick_gelu` is x sigmoid(1.702 x) (gpt-oss).
+#: Elementwise functions, any shape and dtype. `relu2` is the square of relu (Nemotron-H), `quick_gelu` is x sigmoid(1.702 x)
+#: (gpt-oss).
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "sigmoid": F.sigmoid,

@@ -113,7 +113,9 @@ def _check(request: ChatRequest) -> None:
         raise RequestError("top_logprobs is set, but logprobs is not; set logprobs to true", param="top_logprobs")
     low, high = LIMITS["logprobs"]
     if request.top_logprobs is not None and not low <= request.top_logprobs <= high:
-        raise RequestError(f"top_logprobs is {request.top_logprobs}; it must be from {low:.10g} to {high:.10g}", param="top_logprobs")
+        raise RequestError(
+            f"top_logprobs is {request.top_logprobs}; it must be from {low:.10g} to {high:.10g}", param="top_logprobs"
+        )
     if request.stream and request.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
     wanted = (request.max_tokens, request.max_completion_tokens)
