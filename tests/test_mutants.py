@@ -295,11 +295,11 @@ class DeclaresTooMuch(Delta):
         return {"state": StateSpec((*spec.tensors, replace(spec.tensors[1], name="spare")))}
 
 
-@mutant("step", "the tail of a chunk is computed by other mathematics than its start")
-class TailOfAnotherKernel(Delta):
+@mutant("step", "a long chunk goes to another kernel than a short one, which rounds its decay in another place")
+class LongChunkOfAnotherKernel(Delta):
     def _gates(self, x):
         log_decay, beta = GatedDelta._gates(self, x)
-        return (log_decay * 0.97, beta) if len(x) > 16 else (log_decay, beta)
+        return (log_decay.bfloat16().float(), beta) if len(x) > 16 else (log_decay, beta)
 
 
 @mutant("resume", "state is kept in the layer between calls instead of in its cache (I4)")
@@ -324,7 +324,7 @@ class WindowOffByOne(Attention):
         table = batch.paged[cache.group]
         return self.ops.paged_attention(
             q, cache.tensors["k"], cache.tensors["v"], batch, table, scale=self.scale,
-            window=config.window + 3, softcap=config.softcap, sinks=self.sinks,
+            window=config.window + 1, softcap=config.softcap, sinks=self.sinks,
         )  # fmt: skip
 
 
@@ -417,8 +417,12 @@ class NoGate(Attention):
 
 @mutant("oracle", "the skip connection D is left out")
 class NoSkip(Mamba2):
-    def _output(self, y, gate):
-        return Mamba2._output(self, y * 0.5, gate)
+    def forward(self, x, batch, caches):
+        kept, self.D.data = self.D.data, torch.zeros_like(self.D)
+        try:
+            return Mamba2.forward(self, x, batch, caches)
+        finally:
+            self.D.data = kept
 
 
 @mutant("oracle", "a convolution of width W is run with the weights in reverse")

@@ -19,7 +19,7 @@ from hybridserve.config import EngineSettings, ServerSettings
 from hybridserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
+    from fastapi import FastAPI
 
     from hybridserve.engine.chat import ChatTemplate
     from hybridserve.engine.generation_config import SamplingDefaults
@@ -95,7 +95,7 @@ class Parts:
         template = ChatTemplate.from_folder(self._text_folder, special_tokens=tokenizer.special_tokens)
         return tokenizer, template, read_sampling_defaults(text_folder(self._engine.model))
 
-    def _make_app(self, client: "EngineClient", lifecycle: "Lifecycle") -> "Starlette":
+    def _make_app(self, client: "EngineClient", lifecycle: "Lifecycle") -> "FastAPI":
         from hybridserve.server.app import create_app
 
         assert self._reading is not None, "the engine was started first"

@@ -6,12 +6,12 @@ Owns the list of routes. Must not know how any is answered. Called by `run.py` a
 import time
 from collections.abc import Mapping
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from hybridserve.config import ServerSettings
@@ -47,7 +47,7 @@ def create_app(
     sampling_defaults: Mapping[str, float | int] | None = None,
     is_caching_prefixes: bool = True,
     lifecycle: Lifecycle | None = None,
-) -> Starlette:
+) -> FastAPI:
     """The application that serves one engine. Its port should be bound only once the engine is ready.
 
     `sampling_defaults` are the model's own (generation_config.json). `lifecycle` is shared with whoever drains the server.
@@ -66,7 +66,9 @@ def create_app(
         metrics=metrics,
         created=int(time.time()),
     )
-    app = Starlette(routes=_routes(service), exception_handlers={HTTPException: _routing_error})
+    # The routes are ASGI endpoints of our own, so the document at /openapi.json is ours too.
+    app = FastAPI(routes=_routes(service), docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(HTTPException, _routing_error)
     app.add_middleware(
         Gate,
         keys=settings.api_key,
@@ -85,7 +87,7 @@ def create_app(
     return app
 
 
-def _routes(service: Service) -> list[Route]:
+def _routes(service: Service) -> list[BaseRoute]:
     routes, status = Routes(service), StatusRoutes(service)
     posts: dict[str, Endpoint] = {
         "/v1/completions": routes.completions,
