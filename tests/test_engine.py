@@ -14,7 +14,30 @@ NEW_TOKENS = 6
 LENGTHS = (1, 3, 17, 40, 75)
 
 
-@pytest.fixture(scope="session", params=list(checkpoints.TINY))
+#: One of each kind of cache and of their mixes; with the others the longest tests run under `slow`.
+TYPICAL = (
+    "qwen3_5",
+    "granite_moe",
+    "falcon_h1",
+    "lfm3",
+    "gemma3",
+    "deepseek_v32",
+    "kimi_linear",
+    "glm5_next",
+    "qwen4_exp",
+    "mamba",
+)
+
+on_all = pytest.mark.parametrize("model_folder", list(checkpoints.TINY), indirect=True, scope="session")
+on_typical = pytest.mark.parametrize(
+    "model_folder",
+    [pytest.param(name, marks=() if name in TYPICAL else pytest.mark.slow) for name in checkpoints.TINY],
+    indirect=True,
+    scope="session",
+)
+
+
+@pytest.fixture(scope="session")
 def model_folder(request, tmp_path_factory):
     """A tiny checkpoint, prompts and what transformers makes of them."""
     model = checkpoints.make(request.param)
@@ -63,7 +86,8 @@ def run(core, requests, on_step=None):
     return tokens, cached
 
 
-@pytest.mark.parametrize("budget", [8, 13, 64, 2048])
+@on_all
+@pytest.mark.parametrize("budget", [8, pytest.param(13, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow), 2048])
 def test_any_chunking_and_batch_gives_the_reference(model_folder, budget):
     folder, prompts, expected = model_folder
     core = engine(folder, max_num_batched_tokens=budget)
@@ -71,6 +95,7 @@ def test_any_chunking_and_batch_gives_the_reference(model_folder, budget):
     assert [tokens[str(i)] for i in range(len(prompts))] == expected
 
 
+@on_all
 def test_prefix_hits_give_the_reference(model_folder):
     folder, prompts, expected = model_folder
     core = engine(folder)
@@ -92,6 +117,7 @@ def test_prefix_hits_give_the_reference(model_folder):
     assert cached["c"] == len(prompt) + len(want) - 1
 
 
+@on_typical
 def test_preemption_under_little_memory_gives_the_reference(model_folder):
     folder, prompts, expected = model_folder
     info = engine(folder).info
@@ -120,6 +146,7 @@ def pinched(info, spare):
     return (pages + spare) * info.superpage_nbytes
 
 
+@on_typical
 def test_aborting_neighbours_changes_nothing(model_folder):
     folder, prompts, expected = model_folder
     core = engine(folder, max_num_batched_tokens=24)
