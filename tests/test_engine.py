@@ -127,7 +127,7 @@ def test_preemption_under_little_memory_gives_the_reference(model_folder):
     grows_never = all(group.kind == "state" for group in info.groups)  # then what was admitted can finish
     num_preemptions = 0
     # How much too little it takes depends on the sizes of pages; every amount must give the reference.
-    for spare in range(1, 10):
+    for spare in (1, 2, 3, 0):
         settings = {"max_num_batched_tokens": 128, "max_num_seqs": 24, "max_model_len": 96}
         core = engine(folder, kv_cache_memory=pinched(info, spare), **settings)
         tokens, _ = run(core, [request(name, prompt, 20) for name, prompt in (*repeated, *fillers)])
