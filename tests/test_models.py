@@ -347,8 +347,8 @@ def test_a_key_that_changes_the_mathematics_is_refused_by_name(changes: dict[str
 
 
 def test_an_unknown_architecture_is_refused_with_the_nearest_and_what_differs() -> None:
-    config = {**SMALL, "architectures": ["Qwen4ExpForConditionalGeneration"], "hc_mult": 4}
-    refused(config, "'Qwen4ExpForConditionalGeneration'", "nearest is 'Qwen3_5", "hc_mult=4", "--plugin")
+    config = {**SMALL, "architectures": ["Qwen3_55ForCausalLM"], "hc_mult": 4}
+    refused(config, "'Qwen3_55ForCausalLM'", "nearest is 'Qwen3_5", "hc_mult=4", "--plugin")
 
 
 def test_a_known_model_type_does_not_make_an_unknown_architecture_known() -> None:
