@@ -245,9 +245,7 @@ class Scheduler:
         self.counters.num_preemptions += 1
         self._is_blocked = True
         if len(candidates) == 1:
-            # Alone it must fit, by the proof at start-up; waiting again would never end.
-            self._forget(running)
-            self._failed.append(Ended(running, "error", error="cache memory does not hold this request even alone"))
+            self._retry_in_empty_memory(running)
         else:
             self._waiting.appendleft(running)
 
@@ -287,8 +285,20 @@ class Scheduler:
             self._waiting.appendleft(running)
             self._is_blocked = True
         else:
+            self._retry_in_empty_memory(running)
+
+    def _retry_in_empty_memory(self, running: Running) -> None:
+        """What runs alone and does not fit had its pages scattered while others ran: once, it starts over in empty memory.
+
+        There it fits, by the proof at start-up; if it does not, it ends, for waiting again would never end.
+        """
+        if running.had_all_memory:
             self._forget(running)
             self._failed.append(Ended(running, "error", error="cache memory does not hold this request even alone"))
+            return
+        running.had_all_memory = True
+        self._coordinator.clear()
+        self._waiting.appendleft(running)
 
     def _match(self, running: Running) -> Match:
         request = running.request

@@ -29,6 +29,7 @@ class Running:
     num_cached: int | None = None  # prompt tokens that the first prefix hit saved
     explanation: Explanation | None = None
     seat: int | None = None
+    had_all_memory: bool = False  # whether it has been started in empty memory, with nothing beside it
     was_examined: bool = False  # whether it was compared, while waiting, with what runs
     awaits: "Awaited | None" = None  # a running request that computes a prefix of this one
     was_announced: bool = False  # whether the first output, with cached tokens and explanation, was sent
