@@ -239,8 +239,8 @@ def test_the_plan_reads_no_data(folder: Path) -> None:
     data = 8 + int.from_bytes(raw[:8], "little")
     path.write_bytes(raw[:data] + bytes(len(raw) - data))
     found = resolve(str(folder))
-    pieces, entries = plan_weights(build_model(found.config, OPS, torch.float32), found)
-    assert {piece.tensor for piece in pieces} == set(entries)
+    matched = plan_weights(build_model(found.config, OPS, torch.float32), found)
+    assert {piece.tensor for piece in matched.pieces} == set(matched.entries)
 
 
 # --- loading ---

@@ -24,11 +24,12 @@ _SHOWN = 6
 
 def check_tensors(model: CausalLM, entries: Entries) -> list[Finding]:
     """That every parameter is filled and every tensor used. Raises WeightsError with what is missing, extra or misshapen."""
-    pieces = match_weights(model, entries)
-    used = {piece.tensor for piece in pieces}
+    matched = match_weights(model, entries)
+    used = {piece.tensor for piece in matched.pieces}
     num_parameters = sum(1 for _ in model.parameters())
     findings = [passed("tensors", f"{len(used)} tensors fill all {num_parameters} parameters; no other shape, none missing")]
-    left = [name for name in entries if name not in used]
+    read = {name for one in used for name in (matched.stored[one].values, matched.stored[one].scale)}
+    left = [name for name in entries if name not in read]
     if left:
         findings.append(
             passed("tensors.unused", f"{len(left)} tensors are left alone, as known not to be needed: {_families(left)}")

@@ -13,6 +13,7 @@ import torch
 from hybridserve.backends.ops import Ops
 from hybridserve.errors import ModelError, UnsupportedModelError
 from hybridserve.models.decoder import CausalLM
+from hybridserve.models.quantisation import read_quantisation
 from hybridserve.models.reader import ConfigReader
 from hybridserve.registry import Registry
 
@@ -50,6 +51,7 @@ def _build(name: str, config: Mapping[str, object], ops: Ops, dtype: torch.dtype
     with torch.device("meta"):
         model = architectures[name](reader, ops, dtype)
     reader.finish()
+    model.quantisation = read_quantisation(config, architecture=name, ignore_keys=ignore_keys)
     return model.requires_grad_(False).eval()
 
 

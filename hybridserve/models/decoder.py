@@ -18,6 +18,7 @@ from hybridserve.batch import Batch, LayerCaches
 from hybridserve.kv.spec import Spec
 from hybridserve.mixers.base import Mixer, empty_parameter
 from hybridserve.mixers.linear import Linear
+from hybridserve.models.quantised import Quantisation
 from hybridserve.models.weights import WeightMap
 
 
@@ -157,6 +158,7 @@ class CausalLM(nn.Module):
         self.info = info
         self.dtype = dtype
         self.weight_map = weight_map.with_tied_head() if tied else weight_map
+        self.quantisation: Quantisation | None = None  # of the weights on disk; what is loaded is in `dtype`
         self.embed_tokens = Embedding(info.vocab_size, info.hidden_size, dtype)
         self.layers = nn.ModuleList(layers)
         self.norm = norm

@@ -4,7 +4,8 @@ Owns the order: find the files, read the config, lay out the model, check every 
 Must not know any architecture. Called by the engine at start and by `check-model`.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,6 +19,7 @@ from hybridserve.mixers.host_table import HostTable
 from hybridserve.models.architectures import build_model
 from hybridserve.models.decoder import CausalLM
 from hybridserve.models.dummy import DummyWeights
+from hybridserve.models.quantised import Quantisation, Stored
 from hybridserve.models.shards import TensorEntry, read_entries, read_tensors
 from hybridserve.models.source import ModelFolder, resolve
 from hybridserve.models.weights import Piece
@@ -26,6 +28,24 @@ from hybridserve.models.weights import Piece
 Progress: TypeAlias = Callable[[float], None]
 
 _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedWeights:
+    """Which tensors fill which parameters, and where those lie on disk."""
+
+    pieces: list[Piece]
+    stored: dict[str, Stored]  # by the names in `pieces`
+    entries: Mapping[str, TensorEntry]
+
+    def nbytes(self, name: str) -> int:
+        """Bytes on disk of a tensor, its scale included."""
+        one = self.stored[name]
+        return self.entries[one.values].nbytes + (0 if one.scale is None else self.entries[one.scale].nbytes)
+
+    def quantised(self) -> dict[str, Stored]:
+        """Those tensors that are not stored as the numbers that they stand for, and are used."""
+        return {piece.tensor: self.stored[piece.tensor] for piece in self.pieces if self.stored[piece.tensor].scale is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,56 +76,115 @@ def load(settings: EngineSettings, ops: Ops, device: torch.device, progress: Pro
     return LoadedModel(model, folder, load_weights(model, folder, device, progress=progress))
 
 
-def plan_weights(model: CausalLM, folder: ModelFolder) -> tuple[list[Piece], dict[str, TensorEntry]]:
+def plan_weights(model: CausalLM, folder: ModelFolder) -> MatchedWeights:
     """Match a folder's tensors with a model's parameters, from headers alone. Raises WeightsError naming what does not fit."""
-    entries = read_entries(folder.path)
-    return match_weights(model, entries), entries
+    return match_weights(model, read_entries(folder.path))
 
 
-def match_weights(model: CausalLM, entries: Mapping[str, TensorEntry]) -> list[Piece]:
+def match_weights(model: CausalLM, entries: Mapping[str, TensorEntry]) -> MatchedWeights:
     """Match tensors on disk with a model's parameters. Raises WeightsError naming what does not fit."""
-    pieces = model.weight_map.plan(
-        {name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
-        {name: entry.shape for name, entry in entries.items()},
+    if model.quantisation is None:
+        stored = {name: Stored(name, entry.shape) for name, entry in entries.items()}
+    else:
+        stored = model.quantisation.pair(entries, model.weight_map.is_ignored)
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    pieces = model.weight_map.plan(wanted, {name: one.shape for name, one in stored.items()})
+    matched = MatchedWeights(pieces, stored, entries)
+    for name in {piece.tensor for piece in pieces}:
+        _check_dtype(name, stored[name], entries, model.quantisation)
+    for name in host_parameters(model):
+        _check_table(name, matched)
+    return matched
+
+
+def _check_dtype(name: str, stored: Stored, entries: Mapping[str, TensorEntry], quantisation: Quantisation | None) -> None:
+    """Raise WeightsError if a tensor's numbers are neither floats nor decoded."""
+    entry = entries[stored.values]
+    if stored.scale is not None or entry.dtype in _FLOAT_DTYPES:
+        return
+    said = "has no quantization_config" if quantisation is None else f"speaks of {quantisation.describe()}"
+    raise WeightsError(
+        f"{name} in {entry.file.name} has dtype {entry.dtype}, and config.json {said}, so what its numbers stand for is unknown; "
+        "take config.json and weights from the same release, or the release that is not quantised"
     )
-    for piece in pieces:
-        entry = entries[piece.tensor]
-        if entry.dtype not in _FLOAT_DTYPES:
+
+
+def _check_table(parameter: str, matched: MatchedWeights) -> None:
+    """Raise WeightsError if a table that is never decoded as a whole has a scale other than one number."""
+    for piece in matched.pieces:
+        stored = matched.stored[piece.tensor]
+        if piece.parameter == parameter and stored.scale is not None and math.prod(matched.entries[stored.scale].shape) != 1:
+            entry = matched.entries[stored.scale]
             raise WeightsError(
-                f"{piece.tensor} in {entry.file.name} has dtype {entry.dtype}; only float weights of 16 bits and more can be "
-                "loaded: take the release that is not quantised"
+                f"{stored.scale} in {entry.file.name} is {list(entry.shape)}; a table that stays in host memory can have one "
+                "scale only. Take the release whose table is not quantised"
             )
-    return pieces
 
 
 def load_weights(model: CausalLM, folder: ModelFolder, device: torch.device, *, progress: Progress | None = None) -> LoadReport:
-    """Fill a laid-out model from safetensors files.
+    """Fill a laid-out model from safetensors files, one tensor after the other.
 
     On the CPU a tensor that is used as it lies on disk stays a view of the mapped file. Raises WeightsError, before any
     data is read.
     """
-    pieces, entries = plan_weights(model, folder)
-    _check_stated(model, entries)
-    wanted, on_host = dict(model.named_parameters()), host_parameters(model)
+    matched = plan_weights(model, folder)
+    _check_stated(model, matched.entries)
+    filling = _Filling(model, device)
     by_tensor: dict[str, list[Piece]] = {}
-    for piece in pieces:
+    for piece in matched.pieces:
         by_tensor.setdefault(piece.tensor, []).append(piece)
-    used = {name: entries[name] for name in by_tensor}
-    total, done, mapped = sum(entry.nbytes for entry in used.values()), 0, 0
-    made: dict[str, Tensor] = {}
-    for name, tensor in read_tensors(used):
-        for piece in by_tensor[name]:
-            parameter = wanted[piece.parameter]
-            if piece.parameter in on_host:
-                # In the dtype of the file: converting would read all of it.
-                mapped += _place(tensor, piece, parameter.to(tensor.dtype), torch.device("cpu"), made)
-            else:
-                mapped += _place(tensor, piece, parameter, device, made)
-        done += entries[name].nbytes
+    names = {matched.stored[name].values: name for name in by_tensor}
+    scale_names = {one.scale for one in matched.quantised().values() if one.scale is not None}
+    scales = dict(read_tensors({name: matched.entries[name] for name in scale_names}))
+    total, done = sum(matched.nbytes(name) for name in by_tensor), 0
+    for on_disk, tensor in read_tensors({on_disk: matched.entries[on_disk] for on_disk in names}):
+        name = names[on_disk]
+        scale = matched.stored[name].scale
+        filling.place(tensor, None if scale is None else scales[scale], by_tensor[name])
+        done += matched.nbytes(name)
         if progress is not None:
-            progress(done / total if total else 1.0)
-    _install(model, made)
-    return _report(model, num_tensors=len(used), mapped_nbytes=mapped)
+            progress(min(done / total, 1.0) if total else 1.0)
+    _install(model, filling.made)
+    return _report(model, num_tensors=len(names), mapped_nbytes=filling.mapped_nbytes)
+
+
+class _Filling:
+    """Parameters in the making."""
+
+    def __init__(self, model: CausalLM, device: torch.device) -> None:
+        self.made: dict[str, Tensor] = {}
+        self.mapped_nbytes = 0
+        self._model = model
+        self._device = device
+        self._wanted = dict(model.named_parameters())
+        self._on_host = host_parameters(model)
+
+    def place(self, tensor: Tensor, scale: Tensor | None, pieces: Sequence[Piece]) -> None:
+        """Put a tensor read from disk, with its scale if it is quantised, where `pieces` say."""
+        if any(piece.parameter in self._on_host for piece in pieces):
+            self._place_table(tensor, scale, pieces)
+            return
+        if scale is None:
+            for piece in pieces:
+                self.mapped_nbytes += _place(tensor, piece, self._wanted[piece.parameter], self._device, self.made)
+            return
+        assert self._model.quantisation is not None, "a scale was found for weights that are not quantised"
+        dtypes = (self._wanted[piece.parameter].dtype for piece in pieces)
+        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+        decoded = self._model.quantisation.decode(tensor.to(self._device), scale.to(self._device), widest)
+        for piece in pieces:
+            _place(decoded, piece, self._wanted[piece.parameter], self._device, self.made)
+
+    def _place_table(self, tensor: Tensor, scale: Tensor | None, pieces: Sequence[Piece]) -> None:
+        """In the dtype of the file: converting would read all of it."""
+        for piece in pieces:
+            parameter = self._wanted[piece.parameter].to(tensor.dtype)
+            self.mapped_nbytes += _place(tensor, piece, parameter, torch.device("cpu"), self.made)
+            if scale is not None:
+                table, _, part = piece.parameter.rpartition(".parts.")
+                module = self._model.get_submodule(table)
+                assert isinstance(module, HostTable), f"{table} is no table"
+                module.set_scale(int(part), float(scale.float()))
 
 
 def host_parameters(model: nn.Module) -> set[str]:

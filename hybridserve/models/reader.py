@@ -31,6 +31,7 @@ HARMLESS_KEYS = frozenset({
     "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
     "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
     "suppress_tokens", "begin_suppress_tokens",
+    "quantization_config",  # how weights are stored: quantisation.py reads it, as strictly
 })  # fmt: skip
 MAX_SIZE = 2**24
 MAX_LAYERS = 2048

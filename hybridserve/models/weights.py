@@ -171,7 +171,7 @@ class WeightMap:
         missing = sorted({piece.tensor for piece in pieces if piece.tensor not in found})
         used = {piece.tensor for piece in pieces}
         stated = self.stated_in(found)
-        unexpected = sorted(name for name in found if name not in used and name not in stated and not self._is_ignored(name))
+        unexpected = sorted(name for name in found if name not in used and name not in stated and not self.is_ignored(name))
         mismatched = _mismatches(pieces, found)
         if missing or unexpected or mismatched:
             raise WeightsError(_report(missing, unexpected, mismatched))
@@ -212,7 +212,8 @@ class WeightMap:
     def _with_prefix(self, piece: Piece, prefix: str) -> Piece:
         return piece if piece.tensor.startswith(self.rooted) else replace(piece, tensor=prefix + piece.tensor)
 
-    def _is_ignored(self, name: str) -> bool:
+    def is_ignored(self, name: str) -> bool:
+        """Whether a tensor on disk is one that a text decoder leaves alone."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
 
