@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _make_report(arguments: argparse.Namespace) -> "Report":
     """The report; one finding alone when the flags are wrong, so that --json always prints JSON."""
+    from hybridserve.check.deferral import import_torch
     from hybridserve.check.report import Report, failed
 
     device = arguments.device
@@ -72,6 +73,8 @@ def _make_report(arguments: argparse.Namespace) -> "Report":
         settings = Sources(arguments).settings(EngineSettings)
     except HybridServeError as error:
         return Report(model=str(arguments.model), device=device, checks=[failed("usage", error)])
+    if not (arguments.is_run or arguments.deep or settings.plugin):
+        import_torch()
     from hybridserve.check.checker import Options, check_model  # brings torch in
 
     kind = device.partition(":")[0]
