@@ -31,6 +31,7 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_CACHE_SALT_CHARS = 128
+MAX_CACHE_MARKS = 8
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error", "timeout"]
 
@@ -105,6 +106,8 @@ class CacheHints(msgspec.Struct, frozen=True, kw_only=True):
 
     salt: str = ""  # requests with different salts never share cache entries
     boundaries: tuple[int, ...] = ()  # positions where another request is likely to part: ends of messages
+    marks: tuple[int, ...] = ()  # positions where the caller says so; they go before all others
+    history: tuple[int, int] | None = None  # of a chat: where its first question ends, and its last answer
     pin: bool = False
     no_store: bool = False
 
@@ -115,7 +118,7 @@ Reason: TypeAlias = Literal[
     "no_state",  # the text is cached, but no state was kept at a point further on
     "evicted",  # it was cached and gave way to something else
     "window",  # a sliding-window layer's entries for that point are gone
-    "template_drift",  # inside the history of a chat whose earlier part is cached: it was rendered otherwise before
+    "template_drift",  # inside the history of a chat whose beginning is cached: it was rendered otherwise before
     "salted",  # never seen under this request's salt; what other salts hold is not told
     "never_seen",
     "prompt_logprobs",  # the request needs every prompt token computed
@@ -134,7 +137,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason  # what cost the most tokens; "hit" if only the last token was computed
     tokens: dict[Reason, int]
     parted_at: int | None = None  # token at which the prompt left what is cached
-    parted_in_message: int | None = None  # number of the chat message that holds it, 0 for the first
+    parted_token: str | None = None  # its text, added by the server
+    parted_in_message: int | None = None  # number of the chat message that holds it, 0 for the first; added by the server
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):

@@ -9,6 +9,7 @@ from hybridserve.config import EngineSettings
 from hybridserve.engine.chat import ChatTemplate
 from hybridserve.engine.core import EngineCore
 from hybridserve.engine.text import Tokenizer
+from hybridserve.engine.turns import Turns
 from hybridserve.request import CacheHints, EngineRequest, SamplingParams
 from tests import checkpoints
 
@@ -31,8 +32,8 @@ class Chat:
 
     def turn(self, messages):
         """Prompt ids, answer ids, and the tokens that were reused."""
-        text = self.template.render(messages)
-        ids, boundaries = self.tokenizer.encode_at(text, self.template.boundaries(messages, text), add_special_tokens=False)
+        turns = Turns(self.template, messages)
+        ids, index_of = self.tokenizer.encode_at(turns.text, turns.boundaries(), add_special_tokens=False)
         self.number += 1
         self.core.add(
             EngineRequest(
@@ -40,7 +41,7 @@ class Chat:
                 prompt_token_ids=ids,
                 sampling=SamplingParams(temperature=0.0, max_tokens=24),
                 eos_token_ids=self.tokenizer.eos_token_ids,
-                cache=CacheHints(boundaries=boundaries),
+                cache=CacheHints(boundaries=tuple(sorted(index_of.values()))),
             )
         )
         answer, cached = [], 0

@@ -361,23 +361,6 @@ def test_templates_of_a_folder(tmp_path: Path) -> None:
     assert template.render(CHATS[0]) == "J"
 
 
-def test_boundaries_are_where_messages_end() -> None:
-    template = ChatTemplate(CHATML)
-    messages = [{"role": role, "content": f"message {i}"} for i, role in enumerate(["system", *["user", "assistant"] * 4])]
-    text = template.render(messages)
-    found = template.boundaries(messages, text)
-    ends = [position + len("<|im_end|>\n") for position in range(len(text)) if text.startswith("<|im_end|>\n", position)]
-    # The last one is where the next turn parts from this prompt: where the answer begins.
-    assert found == (ends[0], *ends[-3:], len(text))
-    core = byte_level_core()
-    core.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer = make(core)
-    ids, positions = tokenizer.encode_at(text, found)
-    assert ids == tokenizer.encode(text)
-    for position, chars in zip(positions, found, strict=True):
-        assert ids[:position] == tokenizer.encode(text[:chars])
-
-
 def test_messages_without_nulls_and_with_known_roles() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.role }}{{ m.keys()|list }}{% endfor %}")
     text = template.render([{"role": "developer", "content": None, "reasoning": "r"}])

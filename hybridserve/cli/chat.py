@@ -154,6 +154,7 @@ class _Local:
     async def answer(self, messages: list[dict[str, Any]]) -> AsyncGenerator[str, None]:
         import msgspec
 
+        from hybridserve.server.call import Arrived
         from hybridserve.server.chats import chat_call
         from hybridserve.server.wire import ChatRequest
 
@@ -162,7 +163,7 @@ class _Local:
             request = msgspec.convert({**self._sampling, "messages": messages}, ChatRequest)
         except msgspec.ValidationError as error:
             raise RequestError(str(error)) from error
-        call = await chat_call(self._service, request, call_id=self._ids.next(), arrival=start)
+        call = await chat_call(self._service, request, Arrived(self._ids.next(), start, explains=False))
         (choice,) = call.choices
         async with aclosing(choice.deltas(self._service.client)) as deltas:
             async for delta in deltas:

@@ -1,6 +1,6 @@
 """Chat templates: a list of messages into the text that the model was trained on.
 
-Owns the sandbox that templates run in, rendering, and finding where each message ends in the text. Must not know
+Owns the sandbox that templates run in, and rendering; where messages lie in the text is found by `turns.py`. Must not know
 requests or tokens. Called by `server/` and `llm.py`, in a worker thread: a template is foreign code with a time limit.
 """
 
@@ -28,8 +28,6 @@ Message: TypeAlias = dict[str, Any]
 RENDER_LIMIT_S = 10.0
 #: Characters that a string may reach by repetition inside a template.
 MAX_REPEATED_CHARS = 2**20
-#: Messages at the end of a chat whose ends are looked for; the first message is looked at too.
-MAX_BOUNDARIES = 3
 
 _DEADLINE = "_render_deadline"
 _MAX_ERROR_CHARS = 500
@@ -42,10 +40,6 @@ _RENDERER_NAMES = frozenset(
         *("self", "raise_exception", "strftime_now", "namespace", "dict", "range"),
     ]
 )
-
-
-#: Content of messages that are not there yet.
-_PROBE = "\ufdd0"
 
 
 class ChatTemplate:
@@ -101,28 +95,6 @@ class ChatTemplate:
         tail = _mark_tail(chat) if continue_final_message else ""
         text = self._run(chat, add_generation_prompt, tools, variables or {}, time.monotonic() + limit_s)
         return _cut_at_mark(text, tail) if continue_final_message else text
-
-    def boundaries(
-        self, messages: Sequence[Message], text: str, *, variables: Mapping[str, Any] | None = None
-    ) -> tuple[int, ...]:
-        """Character positions in `text`, their rendering, where a chat with the same beginning is likely to part.
-
-        Found by rendering the first message and the last few prefixes of the list alone, and the chat as its next turn
-        will have it: where the template strips thinking from history, that parts from `text` before the answer begins.
-        What the template refuses is left out.
-        """
-        deadline = time.monotonic() + RENDER_LIMIT_S
-        counts = sorted({1, *range(max(1, len(messages) - MAX_BOUNDARIES + 1), len(messages) + 1)})
-        chat = [self._plain(message) for message in messages]
-        next_turn = [*chat, {"role": "assistant", "content": _PROBE}, {"role": "user", "content": _PROBE}]
-        found = set()
-        for likely in (*(chat[:count] for count in counts), next_turn):
-            try:
-                rendered = self._run(likely, False, None, variables or {}, deadline)
-            except RequestError:
-                continue
-            found.add(_common_chars(rendered, text))
-        return tuple(sorted(found - {0}))
 
     def _run(
         self,
@@ -267,17 +239,3 @@ def _cut_at_mark(text: str, tail: str) -> str:
             param="continue_final_message",
         )
     return text[:position] if text.startswith(_TAIL_MARK, position) else text[:position].rstrip()
-
-
-def _common_chars(left: str, right: str) -> int:
-    """Length of the longest common beginning, by comparing slices, which is much faster than characters."""
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -19,6 +19,8 @@ from hybridserve.errors import ModelError
 
 #: Tokens that the window decoder keeps back at most, waiting for a character or a run of bytes to end.
 MAX_PENDING_TOKENS = 16
+#: Characters without a token that a position may be followed by.
+MAX_SKIPPED_CHARS = 16
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 
@@ -73,17 +75,23 @@ class Tokenizer:
 
     def encode_at(
         self, text: str, positions: Iterable[int], *, add_special_tokens: bool = True
-    ) -> tuple[list[int], tuple[int, ...]]:
-        """Token ids of `text`, and for each character position the number of tokens that end at or before it."""
+    ) -> tuple[list[int], dict[int, int]]:
+        """Token ids of `text`, and by character position the number of tokens that end at or before it."""
         # the batch form lets other threads run meanwhile, which the single one does not
         encoding = self._core.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         ids = list(encoding.ids)
-        found = set()
+        found = {}
         for position in positions:
-            index = encoding.char_to_token(position) if position < len(text) else len(ids)
-            if index is not None:
-                found.add(index)
-        return ids, tuple(sorted(found))
+            # Characters that are in no token (a normaliser took them) count with the token behind them.
+            near = range(position, min(position + MAX_SKIPPED_CHARS, len(text)))
+            index = next((index for at in near if (index := encoding.char_to_token(at)) is not None), None)
+            found[position] = len(ids) if index is None and position + MAX_SKIPPED_CHARS >= len(text) else index
+        return ids, {position: index for position, index in found.items() if index is not None}
+
+    def char_at(self, text: str, index: int, *, add_special_tokens: bool = True) -> int | None:
+        """Character of `text` at which its token number `index` begins; None where that token is not of the text."""
+        chars = self._core.encode_batch([text], add_special_tokens=add_special_tokens)[0].token_to_chars(index)
+        return None if chars is None else int(chars[0])
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of all `ids` at once. Ids beyond the vocabulary have no text."""

@@ -24,7 +24,7 @@ from hybridserve.server.gate import Gate
 from hybridserve.server.lifecycle import Lifecycle
 from hybridserve.server.metrics import Metrics
 from hybridserve.server.page import Page
-from hybridserve.server.routes import Endpoint, Routes
+from hybridserve.server.routes import EXPLAIN_HEADER, Endpoint, Routes
 from hybridserve.server.service import Service
 from hybridserve.server.status import StatusRoutes
 from hybridserve.server.workers import Workers
@@ -81,7 +81,7 @@ def create_app(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_headers=["authorization", "content-type", "x-request-id", EXPLAIN_HEADER.decode()],
             expose_headers=["x-request-id", "x-hybridserve-ignored", "retry-after"],
         )
     return app

@@ -9,13 +9,14 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from hybridserve.errors import RequestError
 from hybridserve.request import EngineRequest, SamplingParams
 from hybridserve.server.generation import Choice
-from hybridserve.server.prompts import Prompt, cache_hints
+from hybridserve.server.prompts import Prompt, cache_hints, located
 from hybridserve.server.replies import usage
 from hybridserve.server.sampling import of_choice
 from hybridserve.server.service import Service
@@ -31,6 +32,15 @@ class CallIds:
 
     def next(self) -> str:
         return f"{self._start}{next(self._count):06x}"
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What is known of a call beside its body."""
+
+    call_id: str
+    at: float  # on the clock of time.monotonic
+    explains: bool  # whether its header asks for an explanation
 
 
 @dataclass(frozen=True)
@@ -53,8 +63,7 @@ def make_call(
     prompts: Sequence[Prompt],
     samplings: Sequence[SamplingParams],
     *,
-    call_id: str,
-    arrival: float,
+    arrived: Arrived,
 ) -> Call:
     """Choices of all prompts, prompt by prompt. Raises RequestError when they are too many."""
     num_sequences = sum(sampling.n for sampling in samplings)
@@ -62,13 +71,14 @@ def make_call(
         raise RequestError(f"n times the prompts is {num_sequences} sequences; at most {MAX_SEQUENCES}; lower n", param="n")
     if fields.stream_options is not None and not fields.stream:
         raise RequestError("stream_options is set, but stream is not; set stream to true", param="stream_options")
-    explains = fields.hybrid_xargs is not None and fields.hybrid_xargs.explain
+    explains = arrived.explains or (fields.hybrid_xargs is not None and fields.hybrid_xargs.explain)
+    locate = partial(located, service)
     choices: list[Choice] = []
     for prompt, sampling in zip(prompts, samplings, strict=True):
         hints = cache_hints(fields, prompt)
         for number in range(sampling.n):
             request = EngineRequest(
-                request_id=f"{call_id}-{len(choices)}",
+                request_id=f"{arrived.call_id}-{len(choices)}",
                 prompt_token_ids=prompt.token_ids,
                 sampling=of_choice(sampling, number),
                 eos_token_ids=service.tokenizer.eos_token_ids,
@@ -76,10 +86,10 @@ def make_call(
                 explain=explains,
                 deadline_s=service.settings.request_timeout_s,
             )
-            choices.append(Choice(len(choices), prompt, request, service.tokenizer, service.metrics, arrival))
+            choices.append(Choice(len(choices), prompt, request, service.tokenizer, service.metrics, arrived.at, locate))
     options = fields.stream_options
     return Call(
-        id=call_id,
+        id=arrived.call_id,
         created=int(time.time()),
         model=service.model_name,
         choices=choices,

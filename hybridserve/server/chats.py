@@ -11,7 +11,7 @@ from msgspec import UNSET
 from hybridserve.engine.text import Tokenizer
 from hybridserve.errors import RequestError
 from hybridserve.request import LIMITS
-from hybridserve.server.call import Call, Envelope, make_call
+from hybridserve.server.call import Arrived, Call, Envelope, make_call
 from hybridserve.server.generation import Choice, Delta
 from hybridserve.server.logprobs import chat_logprobs, prompt_logprobs
 from hybridserve.server.prompts import chat_prompt, max_tokens_for
@@ -23,7 +23,7 @@ from hybridserve.server.wire import ChatRequest
 ID_PREFIX = "chatcmpl-"
 
 
-async def chat_call(service: Service, request: ChatRequest, *, call_id: str, arrival: float) -> Call:
+async def chat_call(service: Service, request: ChatRequest, arrived: Arrived) -> Call:
     """The engine requests of one chat. Raises RequestError naming the field at fault."""
     _check(request)
     prompt = await chat_prompt(service, request, request.messages)
@@ -39,7 +39,7 @@ async def chat_call(service: Service, request: ChatRequest, *, call_id: str, arr
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         vocab_size=service.client.info.vocab_size,
     )
-    return make_call(service, request, [prompt], [sampling], call_id=call_id, arrival=arrival)
+    return make_call(service, request, [prompt], [sampling], arrived=arrived)
 
 
 def chat_reply(tokenizer: Tokenizer, request: ChatRequest, call: Call, wholes: Sequence[Delta]) -> ChatCompletion:

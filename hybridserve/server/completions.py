@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from hybridserve.engine.text import Tokenizer
 from hybridserve.errors import RequestError
-from hybridserve.server.call import Call, Envelope, make_call
+from hybridserve.server.call import Arrived, Call, Envelope, make_call
 from hybridserve.server.generation import Choice, Delta
 from hybridserve.server.logprobs import CompletionLogprobs, prompt_logprobs
 from hybridserve.server.prompts import Prompt, completion_prompts, max_tokens_for
@@ -24,7 +24,7 @@ DEFAULT_MAX_TOKENS = 16
 ID_PREFIX = "cmpl-"
 
 
-async def completion_call(service: Service, request: CompletionRequest, *, call_id: str, arrival: float) -> Call:
+async def completion_call(service: Service, request: CompletionRequest, arrived: Arrived) -> Call:
     """The engine requests of one completion. Raises RequestError naming the field at fault."""
     _check(request)
     prompts = await completion_prompts(service, request)
@@ -44,7 +44,7 @@ async def completion_call(service: Service, request: CompletionRequest, *, call_
         if request.echo and request.logprobs is not None and sampling.prompt_logprobs is None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
         samplings.append(sampling)
-    return make_call(service, request, prompts, samplings, call_id=call_id, arrival=arrival)
+    return make_call(service, request, prompts, samplings, arrived=arrived)
 
 
 def completion_reply(tokenizer: Tokenizer, request: CompletionRequest, call: Call, wholes: Sequence[Delta]) -> Completion:

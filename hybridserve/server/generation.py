@@ -6,8 +6,9 @@ routes both read `Choice.deltas`, so a stream and a whole reply cannot differ.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from typing import TypeAlias
 
 import msgspec
 
@@ -17,6 +18,9 @@ from hybridserve.errors import DeadlineError, EngineError, HybridServeError, Ove
 from hybridserve.request import EngineRequest, Explanation, RequestOutput, TokenLogprob
 from hybridserve.server.metrics import Metrics
 from hybridserve.server.prompts import Prompt
+
+#: Adds to an explanation where in the text the prompt parted.
+Locate: TypeAlias = Callable[[Prompt, Explanation], Awaitable[Explanation]]
 
 
 class Delta(msgspec.Struct):
@@ -41,7 +45,14 @@ class Choice:
     """One sequence of a request, from submission to finish."""
 
     def __init__(
-        self, index: int, prompt: Prompt, request: EngineRequest, tokenizer: Tokenizer, metrics: Metrics, arrival: float
+        self,
+        index: int,
+        prompt: Prompt,
+        request: EngineRequest,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        arrival: float,
+        locate: Locate,
     ) -> None:
         sampling = request.sampling
         self.index = index
@@ -52,6 +63,7 @@ class Choice:
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.explanation: Explanation | None = None
         self._metrics = metrics
+        self._locate = locate
         self._arrival = arrival  # on the clock of time.monotonic
         self._last: float | None = None  # when the last token came
         self._detokenizer = Detokenizer(
@@ -72,6 +84,8 @@ class Choice:
         async with aclosing(client.submit(self.request)) as outputs:
             async for output in outputs:
                 delta = self._take(output)
+                if output.explanation is not None:
+                    self.explanation = await self._locate(self.prompt, output.explanation)
                 is_finished = delta.finish_reason is not None
                 yield delta
                 if self._detokenizer.stop_string is not None:
@@ -110,8 +124,6 @@ class Choice:
             self.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
-        if output.explanation is not None:
-            self.explanation = output.explanation
 
     def _measure(self, num_new: int) -> None:
         if not num_new:

@@ -1,7 +1,8 @@
 """From a request's text, messages or ids to checked prompts of token ids.
 
-Owns tokenising and template rendering for requests (in worker threads) and the checks against the model's vocabulary and
-context. Must not know sampling beyond `max_tokens`. Called by the generation and tokenize routes.
+Owns tokenising and template rendering for requests (in worker threads), the positions that the prefix cache is told of, and the
+checks against the model's vocabulary and context. Must not know sampling beyond `max_tokens`. Called by the generation, tokenize
+and explain routes.
 """
 
 import json
@@ -13,8 +14,9 @@ from typing import Any
 import msgspec
 
 from hybridserve.engine.chat import Message
+from hybridserve.engine.turns import Turns
 from hybridserve.errors import RequestError
-from hybridserve.request import MAX_CACHE_SALT_CHARS, CacheHints
+from hybridserve.request import MAX_CACHE_MARKS, MAX_CACHE_SALT_CHARS, CacheHints, Explanation
 from hybridserve.server.service import Service
 from hybridserve.server.wire import MAX_PROMPTS, ChatMessage, ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
 
@@ -23,11 +25,15 @@ _BAD_SALT = re.compile(r"[\x00-\x1f\x7f-\x9f@/\\]")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. `text` is None when the client sent ids; `boundaries` are token positions where messages end."""
+    """One prompt. `text` is None when the client sent ids. Positions are tokens; see `CacheHints`."""
 
     token_ids: list[int]
     text: str | None = None
     boundaries: tuple[int, ...] = ()
+    marks: tuple[int, ...] = ()
+    history: tuple[int, int] | None = None
+    turns: Turns | None = None
+    has_special_tokens: bool = True  # whether the tokenizer added its own to `text`
 
 
 async def completion_prompts(service: Service, request: CompletionRequest) -> list[Prompt]:
@@ -58,30 +64,84 @@ async def chat_prompt(service: Service, request: ChatRequest | TokenizeRequest, 
     if template is None:
         raise RequestError("this model has no chat template; use /v1/completions", param="messages")
     plain = [_as_dict(message, index) for index, message in enumerate(messages)]
+    marked = _marked(messages)
     variables = dict(request.chat_template_kwargs or {})
     if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
     continues = request.continue_final_message is True
     generates = request.add_generation_prompt
-    wants_boundaries = service.is_caching_prefixes and isinstance(request, ChatRequest)
+    wants_positions = service.is_caching_prefixes and isinstance(request, ChatRequest)
     add_special = request.add_special_tokens is True
 
     def render() -> Prompt:
-        text = template.render(
+        turns = Turns(
+            template,
             plain,
             add_generation_prompt=not continues if generates is None else generates,
             continue_final_message=continues,
             variables=variables,
         )
-        if not wants_boundaries:
-            return Prompt(service.tokenizer.encode(text, add_special_tokens=add_special), text)
-        ends = template.boundaries(plain, text, variables=variables)
-        ids, positions = service.tokenizer.encode_at(text, ends, add_special_tokens=add_special)
-        return Prompt(ids, text, positions)
+        if not wants_positions:
+            return Prompt(service.tokenizer.encode(turns.text, add_special_tokens=add_special), turns.text)
+        return _placed(service, turns, marked, add_special)
 
     prompt = await service.workers.run(render)
     _not_empty(prompt.token_ids, "messages")
     return prompt
+
+
+def _marked(messages: Sequence[ChatMessage]) -> list[int]:
+    """Numbers of the messages that have a `cache_control`, themselves or in one of their parts."""
+    found = []
+    for index, message in enumerate(messages):
+        parts = message.content if isinstance(message.content, list) else []
+        if message.cache_control is not None or any(part.cache_control is not None for part in parts):
+            found.append(index)
+    if len(found) > MAX_CACHE_MARKS:
+        raise RequestError(
+            f"{len(found)} messages have cache_control; at most {MAX_CACHE_MARKS}; mark where other chats will part",
+            param="messages",
+        )
+    return found
+
+
+def _placed(service: Service, turns: Turns, marked: Sequence[int], add_special: bool) -> Prompt:
+    """The prompt of a chat with the token positions that matter to the prefix cache."""
+    boundaries, marks, history = turns.boundaries(), [turns.end_of(index) for index in marked], turns.history()
+    ids, index_of = service.tokenizer.encode_at(
+        turns.text, {*boundaries, *marks, *(history or ())}, add_special_tokens=add_special
+    )
+    return Prompt(
+        ids,
+        turns.text,
+        boundaries=_indices(boundaries, index_of),
+        marks=_indices(marks, index_of),
+        history=(index_of[history.start], index_of[history.end]) if history and index_of.keys() >= set(history) else None,
+        turns=turns,
+        has_special_tokens=add_special,
+    )
+
+
+def _indices(positions: Sequence[int], index_of: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(sorted({index_of[position] for position in positions if index_of.get(position)}))
+
+
+async def located(service: Service, prompt: Prompt, explanation: Explanation) -> Explanation:
+    """The explanation with the place where the prompt parted in words: the token's text, and the message that holds it."""
+    at = explanation.parted_at
+    if at is None or at >= len(prompt.token_ids):
+        return explanation
+    token = service.tokenizer.token_text(prompt.token_ids[at])
+    turns, text = prompt.turns, prompt.text
+    if turns is None or text is None:
+        return msgspec.structs.replace(explanation, parted_token=token)
+
+    def find() -> int | None:
+        char = service.tokenizer.char_at(text, at, add_special_tokens=prompt.has_special_tokens)
+        return None if char is None else turns.message_at(char)
+
+    number = await service.workers.run(find)
+    return msgspec.structs.replace(explanation, parted_token=token, parted_in_message=number)
 
 
 def max_tokens_for(service: Service, prompt: Prompt, wanted: int | None, default: int | None, field: str, source: str) -> int:
@@ -115,9 +175,14 @@ def cache_hints(fields: GenerationFields, prompt: Prompt) -> CacheHints:
             param="cache_salt",
         )
     xargs = fields.hybrid_xargs
-    pin = xargs.cache.pin if xargs else False
-    no_store = xargs.cache.no_store if xargs else False
-    return CacheHints(salt=salt, boundaries=prompt.boundaries, pin=pin, no_store=no_store)
+    return CacheHints(
+        salt=salt,
+        boundaries=prompt.boundaries,
+        marks=prompt.marks,
+        history=prompt.history,
+        pin=xargs.cache.pin if xargs else False,
+        no_store=xargs.cache.no_store if xargs else False,
+    )
 
 
 def checked_ids(service: Service, ids: Sequence[int], param: str) -> list[int]:
@@ -139,6 +204,7 @@ def _as_dict(message: ChatMessage, index: int) -> Message:
     """A message for the template: text parts joined, the arguments of earlier tool calls as objects."""
     plain: Mapping[str, Any] = msgspec.to_builtins(message)
     result = dict(plain)
+    result.pop("cache_control", None)  # it is for the engine; templates do not know it
     if message.content is None and not (message.tool_calls or message.reasoning or message.reasoning_content):
         field = f"messages[{index}].content"
         raise RequestError(f"{field} is missing; send a text, which may be empty", param=field)

@@ -13,13 +13,13 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from hybridserve.errors import RequestError
-from hybridserve.server.call import CallIds
+from hybridserve.server.call import Arrived, CallIds
 from hybridserve.server.chats import ChatEvents, chat_call, chat_reply
 from hybridserve.server.completions import CompletionEvents, completion_call, completion_reply
 from hybridserve.server.fault import send_json
 from hybridserve.server.gate import read_body
 from hybridserve.server.generation import collect_all
-from hybridserve.server.prompts import cache_hints, chat_prompt, checked_ids, completion_prompts
+from hybridserve.server.prompts import Prompt, cache_hints, chat_prompt, checked_ids, completion_prompts, located, max_tokens_for
 from hybridserve.server.replies import DetokenizeReply, TokenizeReply
 from hybridserve.server.service import Service
 from hybridserve.server.stream import send_stream, until_disconnect
@@ -27,6 +27,9 @@ from hybridserve.server.wire import ChatRequest, CompletionRequest, DetokenizeRe
 
 Endpoint: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+#: Asks for an explanation of the prefix hit in the reply.
+EXPLAIN_HEADER = b"x-hybridserve-explain"
+_SWITCH = {b"": False, b"0": False, b"false": False, b"1": True, b"true": True}
 #: Names of unknown fields that were logged; more are not remembered.
 _MAX_LOGGED_NAMES = 256
 
@@ -60,13 +63,12 @@ class Routes:
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /v1/completions`."""
-        arrival = time.monotonic()
-        service = self._service
+        arrived, service = self._arrived(scope), self._service
         request, unknown = read(CompletionRequest, await self._body(receive))
         service.check_model(request.model)
         headers = self._ignored.headers(unknown)
         with service.lifecycle.call(service.client):
-            call = await completion_call(service, request, call_id=self._ids.next(), arrival=arrival)
+            call = await completion_call(service, request, arrived)
             if request.stream:
                 events = CompletionEvents(service.tokenizer, request, call)
                 await send_stream(call.choices, service.client, events, receive, send, headers)
@@ -78,13 +80,12 @@ class Routes:
 
     async def chat_completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /v1/chat/completions`."""
-        arrival = time.monotonic()
-        service = self._service
+        arrived, service = self._arrived(scope), self._service
         request, unknown = read(ChatRequest, await self._body(receive))
         service.check_model(request.model)
         headers = self._ignored.headers(unknown)
         with service.lifecycle.call(service.client):
-            call = await chat_call(service, request, call_id=self._ids.next(), arrival=arrival)
+            call = await chat_call(service, request, arrived)
             if request.stream:
                 events = ChatEvents(service.tokenizer, request, call)
                 await send_stream(call.choices, service.client, events, receive, send, headers)
@@ -127,29 +128,52 @@ class Routes:
         service.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
-        if request.messages is not None:
-            chat = ChatRequest(messages=request.messages, chat_template_kwargs=request.chat_template_kwargs)
-            prompt = await chat_prompt(service, chat, request.messages)
-        else:
-            given: str | list[str | int | list[int]] = (
-                list(request.prompt) if isinstance(request.prompt, list) else request.prompt or ""
-            )
-            (prompt,) = await completion_prompts(service, CompletionRequest(prompt=given))
+        prompt = await self._prompt_to_explain(request)
+        max_tokens_for(service, prompt, None, None, "max_tokens", "prompt" if request.messages is None else "messages")
         hints = cache_hints(CompletionRequest(prompt="", cache_salt=request.cache_salt), prompt)
-        explanation = await service.client.explain(prompt.token_ids, hints)
+        explanation = await located(service, prompt, await service.client.explain(prompt.token_ids, hints))
         await send_json(msgspec.json.encode(explanation), send, headers=self._ignored.headers(unknown))
+
+    async def _prompt_to_explain(self, request: ExplainRequest) -> Prompt:
+        if request.messages is not None:
+            chat = ChatRequest(
+                messages=request.messages,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                chat_template_kwargs=request.chat_template_kwargs,
+                reasoning_effort=request.reasoning_effort,
+                add_special_tokens=request.add_special_tokens,
+            )
+            return await chat_prompt(self._service, chat, request.messages)
+        given: str | list[str | int | list[int]] = (
+            list(request.prompt) if isinstance(request.prompt, list) else request.prompt or ""
+        )
+        completion = CompletionRequest(prompt=given, add_special_tokens=request.add_special_tokens)
+        (prompt,) = await completion_prompts(self._service, completion)
+        return prompt
+
+    def _arrived(self, scope: Scope) -> Arrived:
+        return Arrived(self._ids.next(), time.monotonic(), _wants_explanation(scope))
 
     async def _body(self, receive: Receive) -> bytes:
         return await read_body(receive, self._service.settings.max_body_nbytes)
 
 
+def _wants_explanation(scope: Scope) -> bool:
+    """Whether the header asks for what `hybrid_xargs.explain` asks for: for clients that cannot add fields to a body."""
+    given = next((value for name, value in scope["headers"] if name == EXPLAIN_HEADER), b"").strip().lower()
+    if given not in _SWITCH:
+        raise RequestError(f"X-Hybridserve-Explain is {ascii(given[:64])[2:-1]}; send 1, or leave it out")
+    return _SWITCH[given]
+
+
 def _query_as_json(scope: Scope) -> bytes:
-    """The query of a GET as the body of a POST: `messages`, and a `prompt` of token ids, are JSON in it."""
+    """The query of a GET as the body of a POST: all but texts, and a `prompt` of token ids, are JSON in it."""
     found = dict(parse_qsl(scope["query_string"].decode("latin-1")))
     parts = [msgspec.json.encode(name) + b":" + _query_value(name, value) for name, value in found.items()]
     return b"{" + b",".join(parts) + b"}"
 
 
 def _query_value(name: str, value: str) -> bytes:
-    is_json = name in ("messages", "chat_template_kwargs") or (name == "prompt" and value.startswith("["))
-    return value.encode() if is_json else msgspec.json.encode(value)
+    is_text = name in ("model", "cache_salt", "reasoning_effort") or (name == "prompt" and not value.startswith("["))
+    return msgspec.json.encode(value) if is_text else value.encode()

@@ -5,7 +5,7 @@ checked against the model (`prompts.py`) and becomes `SamplingParams` in `sampli
 """
 
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -82,11 +82,18 @@ class CompletionRequest(GenerationFields, kw_only=True):
     logprobs: int | None = None
 
 
+class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
+    """A mark: other chats begin as this one does, up to the end of the message that has it."""
+
+    type: Literal["ephemeral"]
+
+
 class ContentPart(msgspec.Struct):
     """One part of a message; only text is understood."""
 
     type: str
     text: str | None = None
+    cache_control: CacheControl | None = None
 
 
 class ToolFunction(msgspec.Struct):
@@ -114,6 +121,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
     reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    cache_control: CacheControl | None = None
 
 
 class ChatRequest(GenerationFields, kw_only=True):
@@ -149,7 +157,11 @@ class ExplainRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | list[int] | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_special_tokens: bool | None = None
     cache_salt: str | None = None
 
 
