@@ -148,7 +148,7 @@ def test_limits_of_a_server_use_the_names_of_the_report(check) -> None:
     limits = asyncio.run(ask())
     _, report = check("demo")
     assert set(limits["memory"]) <= set(report["memory"])
-    assert set(report["memory"]) - set(limits["memory"]) == {"memory_nbytes", "checkpoint_nbytes", "tokens_at"}
+    assert set(report["memory"]) - set(limits["memory"]) == {"memory_nbytes", "checkpoint_nbytes", "tokens_at", "host_nbytes"}
     assert limits["memory"]["cache_nbytes"] == 32 * 2**16
     assert limits["backends"] == {"attention": "reference: a fake"}
 

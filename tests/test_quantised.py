@@ -16,6 +16,12 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hybridserve.backends.select import select
+from hybridserve.check.checker import Options, check_model
+from hybridserve.check.memory import check_memory
+from hybridserve.check.report import Report
+from hybridserve.check.target import Target
+from hybridserve.config import EngineSettings
+from hybridserve.engine.core import EngineCore
 from hybridserve.errors import UnsupportedModelError, WeightsError
 from hybridserve.mixers.host_table import HostTable
 from hybridserve.models import CausalLM, build_model, load_weights, plan_weights, resolve
@@ -465,3 +471,51 @@ def test_the_plan_counts_what_loading_reads(qwen: tuple[dict[str, object], dict[
     names = {piece.tensor for piece in matched.pieces}
     assert sum(matched.nbytes(name) for name in names) == sum(tensor.nbytes for tensor in stored.values())
     assert set(matched.quantised()) == {name for name in stored if f"{name}_scale_inv" in stored}
+
+
+# --- what check-model tells ---
+
+
+def checked(folder: Path, **settings: object) -> Report:
+    return check_model(Options(EngineSettings(model=str(folder), **settings), device="cpu", memory_nbytes=2**30))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen4_exp"])
+def test_check_model_counts_what_the_engine_holds(name: str, tmp_path: Path) -> None:
+    """Decoded weights in the model's dtype; a table in 8 bits as it lies on disk."""
+    save_released(make(name), tmp_path)
+    stored, _ = quantised(load_file(tmp_path / "model.safetensors"))
+    for shard in [one for one in stored if ".ngram_embedding.shard_" in one]:
+        stored |= {shard: stored[shard].to(torch.float8_e4m3fn), f"{shard}_scale": torch.ones(1)}
+    folder = write(tmp_path / "eight", {**read_config(tmp_path), "dtype": "bfloat16"}, stored, FP8)
+    sizes: dict[str, object] = {"kv_cache_memory": 2**20, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 100}
+    report = checked(folder, **sizes)
+    assert not [one for one in report.checks if one.status == "FAIL" and not one.id.startswith("chat")]
+    info = EngineCore(EngineSettings(model=str(folder), device="cpu", **sizes)).info
+    assert report.memory is not None
+    assert report.memory.weights_nbytes == info.weights_nbytes
+    assert report.memory.cache_nbytes == info.superpage_nbytes * info.num_superpages
+    tables = sum(tensor.nbytes for shard, tensor in stored.items() if ".ngram_embedding.shard_" in shard and tensor.dim() == 2)
+    assert report.memory.host_nbytes == tables
+    told = {one.id: one.detail for one in report.checks}
+    count = sum(f"{one}_scale_inv" in stored or f"{one}_scale" in stored for one in stored)
+    assert f"fp8 in blocks of 16 x 12: {count} x F8_E4M3" in told["tensors.quantised"]
+    assert "become bfloat16 on load" in told["tensors.quantised"]
+    assert "fp8 in blocks of 16 x 12" in told["numerics.quantisation"]
+
+
+def test_tables_of_the_host_take_none_of_the_devices_memory() -> None:
+    """A config alone: the plan for a GPU leaves the n-gram table out, the one for random weights in host memory does not."""
+    config = make("qwen4_exp").config.to_dict()
+    model = build_model(config, OPS, torch.bfloat16)
+    tables = sum(p.nbytes for name, p in model.named_parameters() if ".table." in name)
+    settings = EngineSettings(model="x", load_format="dummy")
+    gpu = Target("cuda:h200", torch.device("cuda"), 2**30, False, "given")
+    _, on_gpu = check_memory(model, settings, gpu)
+    _, on_cpu = check_memory(model, settings, Target("cpu", CPU, 2**30, True, "given"))
+    assert on_gpu.weights_nbytes == on_cpu.weights_nbytes == sum(p.nbytes for p in model.parameters())
+    assert on_gpu.host_nbytes == tables > 0
+    fits = Target("cuda:h200", torch.device("cuda"), on_gpu.weights_nbytes - tables // 2, False, "given")
+    findings, _ = check_memory(model, settings, fits)
+    assert findings[0].status == "PASS"
+    assert "stay in files" in findings[0].detail

@@ -17,7 +17,7 @@ from hybridserve.check.operations import check_backends, check_features
 from hybridserve.check.report import INTERNAL, Finding, Report, failed, passed, warned
 from hybridserve.check.source import Entries, Source, check_dtype, check_shards, check_source, find_source, read_headers
 from hybridserve.check.target import Target, find_target
-from hybridserve.check.tensors import check_tensors, scan_values
+from hybridserve.check.tensors import check_tensors, find_match, scan_values
 from hybridserve.config import EngineSettings
 from hybridserve.engine.sizing import unlimited_plan
 from hybridserve.errors import HybridServeError
@@ -113,7 +113,8 @@ class _Checker:
             return
         report.layers = runs
         self.add(check_layers(runs))
-        memory = self.attempt("memory", lambda: check_memory(model, settings, target))
+        matched = None if entries is None else find_match(model, entries)
+        memory = self.attempt("memory", lambda: check_memory(model, settings, target, matched))
         if memory is not None:
             findings, report.memory = memory
             self.add(findings)

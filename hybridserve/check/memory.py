@@ -13,22 +13,29 @@ from hybridserve.engine.sizing import Capacity, Sizing, capacities, describe_gro
 from hybridserve.errors import DoesNotFitError
 from hybridserve.kv.arena import CachePlan
 from hybridserve.models import CausalLM
+from hybridserve.models.loader import MatchedWeights, host_parameters
 
 
 @dataclass(frozen=True)
 class _Weights:
     num_parameters: int
     nbytes: int
+    host_nbytes: int  # of those, tables that stay in the host's memory
+    taken_nbytes: int  # of the target's memory
 
 
-def check_memory(model: CausalLM, settings: EngineSettings, target: Target) -> tuple[list[Finding], Memory]:
-    """All findings about memory, and the figures. When something does not fit, the figures are those of the layout alone."""
-    parameters = list(model.parameters())
-    weights = _Weights(sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters))
+def check_memory(
+    model: CausalLM, settings: EngineSettings, target: Target, matched: MatchedWeights | None = None
+) -> tuple[list[Finding], Memory]:
+    """All findings about memory, and the figures. When something does not fit, the figures are those of the layout alone.
+
+    `matched`: the weights that will be loaded, where their headers are known.
+    """
+    weights = _weigh(model, settings, target, matched)
     specs = model.cache_specs()
     plan = unlimited_plan(settings, specs)
-    findings = [_check_weights(weights, model, target), *_check_layout(plan)]
-    free = target.memory_nbytes - weights.nbytes
+    findings = [_check_weights(weights, target), *_check_layout(plan)]
+    free = target.memory_nbytes - weights.taken_nbytes
     try:
         if free <= 0:
             return findings, _figures(weights, target, plan, None, {})
@@ -41,10 +48,25 @@ def check_memory(model: CausalLM, settings: EngineSettings, target: Target) -> t
     return findings, _figures(weights, target, sizing.plan, sizing, fitting)
 
 
-def _check_weights(weights: _Weights, model: CausalLM, target: Target) -> Finding:
+def _weigh(model: CausalLM, settings: EngineSettings, target: Target, matched: MatchedWeights | None) -> _Weights:
+    if matched is None:
+        nbytes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    else:
+        nbytes = matched.parameter_nbytes(model)
+    total, on_host = sum(nbytes.values()), sum(nbytes[name] for name in host_parameters(model))
+    # A mapped table costs the pages that are read; random ones take memory like all other weights.
+    is_free = target.device.type != "cpu" or settings.load_format != "dummy"
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return _Weights(count, total, on_host, total - on_host if is_free else total)
+
+
+def _check_weights(weights: _Weights, target: Target) -> Finding:
     there = f"{format_nbytes(target.memory_nbytes)} ({target.source})"
     text = f"{weights.num_parameters:,} parameters, {weights.nbytes:,} bytes ({format_nbytes(weights.nbytes)})"
-    if weights.nbytes >= target.memory_nbytes:
+    if weights.taken_nbytes < weights.nbytes:
+        text += f", of which {format_nbytes(weights.host_nbytes)} are tables that stay in files, mapped, and are read row by row;"
+        text += f" {format_nbytes(weights.taken_nbytes)}"
+    if weights.taken_nbytes >= target.memory_nbytes:
         error = DoesNotFitError(
             f"{text} of weights, but {target.name} has {there} for weights and caches; take a machine with more memory or a "
             "smaller model"
@@ -121,6 +143,7 @@ def _figures(weights: _Weights, target: Target, plan: CachePlan, sizing: Sizing 
     return Memory(
         num_parameters=weights.num_parameters,
         weights_nbytes=weights.nbytes,
+        host_nbytes=weights.host_nbytes,
         memory_nbytes=target.memory_nbytes,
         kv_nbytes_per_token=plan.kv_nbytes_per_token,
         state_nbytes_per_sequence=plan.state_nbytes_per_sequence,

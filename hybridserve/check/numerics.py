@@ -24,7 +24,7 @@ def check_numerics(model: CausalLM, runs: list[LayerRun], memory: Memory, settin
     findings = [
         passed("numerics.dtype", f"{dtype}, {chosen}"),
         passed("numerics.fp32", f"in a precision of their own: weights {own}; caches {kept}"),
-        passed("numerics.quantisation", "none"),
+        passed("numerics.quantisation", _quantisation(model, dtype)),
     ]
     return [*findings, _check_indices(model, memory, settings)]
 
@@ -45,6 +45,12 @@ def _check_indices(model: CausalLM, memory: Memory, settings: EngineSettings) ->
             return failed("numerics.indices", error)
     listed = ", ".join(f"{count:,} {what}" for what, count in counts.items())
     return passed("numerics.indices", f"{listed}: all within 32 bits; offsets into caches have 64")
+
+
+def _quantisation(model: CausalLM, dtype: str) -> str:
+    if model.quantisation is None:
+        return "none"
+    return f"{model.quantisation.describe()} on disk; all arithmetic is on {dtype} weights, decoded on load"
 
 
 def _names(names: Iterable[str]) -> str:

@@ -60,6 +60,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     num_parameters: int
     weights_nbytes: int
+    host_nbytes: int = 0  # of those, tables that stay in the host's memory whatever the device
     memory_nbytes: int  # for weights and caches together
     kv_nbytes_per_token: int
     state_nbytes_per_sequence: int

@@ -22,6 +22,8 @@ Entries: TypeAlias = Mapping[str, TensorEntry]
 
 #: torch's dtypes as safetensors headers spell them.
 HEADER_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+#: Of numbers that stand for others.
+QUANTISED_DTYPES = ("F8_E4M3", "F8_E5M2", "U8")
 _KIND_TEXTS = {"config": "a config.json alone", "folder": "a folder", "repository": "a repository"}
 
 
@@ -97,6 +99,8 @@ def check_dtype(entries: Entries, dtype: str) -> Finding:
     most = weighed.most_common(1)[0][0] if weighed else HEADER_DTYPES[dtype]
     if most == HEADER_DTYPES[dtype]:
         return passed("source.dtype", f"stored as {most}, which is what they run in")
+    if most in QUANTISED_DTYPES:
+        return passed("source.dtype", f"stored mostly as {most}, quantised; run in {dtype}, which takes more memory than on disk")
     return warned(
         "source.dtype",
         f"stored mostly as {most}, but run in {dtype}: every weight is converted, and none can be used as it lies in the file",

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from hybridserve.check.report import Finding, failed, passed
 from hybridserve.check.source import Entries
+from hybridserve.config import format_nbytes
 from hybridserve.errors import WeightsError
 from hybridserve.models import CausalLM
-from hybridserve.models.loader import match_weights
+from hybridserve.models.loader import MatchedWeights, match_weights
 from hybridserve.models.shards import read_tensors
 
 #: Elements looked at in one go: a copy of them is made.
@@ -34,9 +35,31 @@ def check_tensors(model: CausalLM, entries: Entries) -> list[Finding]:
         findings.append(
             passed("tensors.unused", f"{len(left)} tensors are left alone, as known not to be needed: {_families(left)}")
         )
+    findings += _check_quantised(model, matched)
     tied = "the head is the embedding's table" if model.lm_head is None else "head and embedding have a table each"
     findings.append(passed("tensors.tied", tied))
     return findings
+
+
+def find_match(model: CausalLM, entries: Entries) -> MatchedWeights | None:
+    """Which tensor fills which parameter, or None if they do not fit: `check_tensors` tells why."""
+    try:
+        return match_weights(model, entries)
+    except WeightsError:
+        return None
+
+
+def _check_quantised(model: CausalLM, matched: MatchedWeights) -> list[Finding]:
+    """What is decoded on load."""
+    quantised = matched.quantised()
+    if not quantised or model.quantisation is None:
+        return []
+    dtypes = Counter(matched.entries[one.values].dtype for one in quantised.values())
+    listed = ", ".join(f"{count} x {dtype}" for dtype, count in dtypes.most_common())
+    nbytes = sum(map(matched.nbytes, quantised))
+    dtype = str(model.dtype).removeprefix("torch.")
+    text = f"{model.quantisation.describe()}: {listed} with their scales, {format_nbytes(nbytes)} on disk, become {dtype} on load"
+    return [passed("tensors.quantised", text)]
 
 
 def scan_values(entries: Entries) -> Finding:

@@ -1,7 +1,7 @@
 """gpt-oss: attention with sinks, in turn within a window and over all tokens, and experts with biases and bounds.
 
-Owns how its config is read and its weights are named. Called through the table of architectures. Only 16-bit experts are read,
-not the MXFP4 ones. Source: published `GptOssForCausalLM`.
+Owns how its config is read and its weights are named. Called through the table of architectures. Experts are read in 16 bits or
+in MXFP4, which `quantised.py` decodes. Source: published `GptOssForCausalLM`.
 """
 
 from dataclasses import dataclass

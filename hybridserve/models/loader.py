@@ -20,7 +20,7 @@ from hybridserve.models.architectures import build_model
 from hybridserve.models.decoder import CausalLM
 from hybridserve.models.dummy import DummyWeights
 from hybridserve.models.quantised import Quantisation, Stored
-from hybridserve.models.shards import TensorEntry, read_entries, read_tensors
+from hybridserve.models.shards import DTYPE_NBYTES, TensorEntry, read_entries, read_tensors
 from hybridserve.models.source import ModelFolder, resolve
 from hybridserve.models.weights import Piece
 
@@ -42,6 +42,12 @@ class MatchedWeights:
         """Bytes on disk of a tensor, its scale included."""
         one = self.stored[name]
         return self.entries[one.values].nbytes + (0 if one.scale is None else self.entries[one.scale].nbytes)
+
+    def parameter_nbytes(self, model: CausalLM) -> dict[str, int]:
+        """Bytes of each parameter once it is loaded: in the model's dtypes, but a table of the host's in that of the file."""
+        widths = {piece.parameter: DTYPE_NBYTES[self.entries[self.stored[piece.tensor].values].dtype] for piece in self.pieces}
+        on_host = host_parameters(model)
+        return {name: p.numel() * widths[name] if name in on_host else p.nbytes for name, p in model.named_parameters()}
 
     def quantised(self) -> dict[str, Stored]:
         """Those tensors that are not stored as the numbers that they stand for, and are used."""
