@@ -308,6 +308,74 @@ def test_boundaries_salt_and_parts_of_a_chat(shared: Running) -> None:
     assert sent.prompt_token_ids == system + user + TOKENIZER.encode("<|im_start|>assistant\n")
 
 
+MARK = {"type": "ephemeral"}
+
+
+def test_marks_are_where_marked_messages_end(shared: Running) -> None:
+    messages = [
+        {"role": "system", "content": "be brief", "cache_control": MARK},
+        {"role": "user", "content": [{"type": "text", "text": "long", "cache_control": MARK}, {"type": "text", "text": "text"}]},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": None}]},
+        {"role": "assistant", "content": "no"},
+        {"role": "user", "content": "so"},
+        {"role": "assistant", "content": "well"},
+        {"role": "user", "content": "hi"},
+    ]
+    assert shared.post("/v1/chat/completions", {"messages": messages}).status_code == 200
+    sent = shared.engine.submitted[-1]
+    system = TOKENIZER.encode("<|im_start|>system\nbe brief<|im_end|>\n")
+    user = TOKENIZER.encode("<|im_start|>user\nlong\ntext<|im_end|>\n")
+    assert sent.cache.marks == (len(system), len(system) + len(user))
+    assert len(system) + len(user) not in sent.cache.boundaries
+    start, end = sent.cache.history
+    assert TOKENIZER.decode(sent.prompt_token_ids[:start]).endswith("long\ntext")
+    assert TOKENIZER.decode(sent.prompt_token_ids[:end]).endswith("well")
+    plain = [{key: value for key, value in message.items() if key != "cache_control"} for message in messages]
+    assert shared.post("/tokenize", {"messages": plain}).json()["tokens"] == sent.prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    ("marked", "param", "words"),
+    [
+        ({"cache_control": {"type": "persistent"}}, "messages[0].cache_control.type", "persistent"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "1h"}}, "messages[0].cache_control", "ttl"),
+        ({"cache_control": "ephemeral"}, "messages[0].cache_control", "object"),
+        ({"content": [{"type": "text", "text": "a", "cache_control": {}}]}, "messages[0].content[0].cache_control", "type"),
+    ],
+)
+def test_a_mark_that_means_nothing_here_is_refused(shared: Running, marked: dict[str, object], param: str, words: str) -> None:
+    reply = shared.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi", **marked}]})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] in (param, param.rpartition(".")[0])
+    assert words in reply.json()["error"]["message"]
+
+
+def test_marks_are_bounded(shared: Running) -> None:
+    messages = [{"role": "user", "content": "hi", "cache_control": MARK}] * 9
+    reply = shared.post("/v1/chat/completions", {"messages": messages})
+    assert reply.status_code == 400
+    assert "9 messages have cache_control; at most 8" in reply.json()["error"]["message"]
+
+
+def test_the_header_that_asks_for_an_explanation(shared: Running) -> None:
+    for value, asked in (("1", True), ("true", True), ("0", False), ("", False)):
+        shared.post("/v1/completions", {"prompt": "a"}, **{"X-Hybridserve-Explain": value})
+        assert shared.engine.submitted[-1].explain is asked
+    reply = shared.post("/v1/completions", {"prompt": "a"}, **{"X-Hybridserve-Explain": "please"})
+    assert reply.status_code == 400
+    assert "X-Hybridserve-Explain is please; send 1" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_prompt_beyond_the_context_is_not_explained(shared: Running, method: str) -> None:
+    body = {"prompt": [1] * 256}
+    params = {"prompt": json.dumps(body["prompt"])}
+    reply = shared.http.get("/v1/cache/explain", params=params) if method == "GET" else shared.post("/v1/cache/explain", body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_a_message_can_be_continued(shared: Running) -> None:
     messages = [*CHAT, {"role": "assistant", "content": "Well"}]
     body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}

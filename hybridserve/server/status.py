@@ -56,6 +56,7 @@ class StatusRoutes:
             "max_stop_token_ids": bounds.MAX_STOP_TOKEN_IDS,
             "max_logit_bias": bounds.MAX_LOGIT_BIAS,
             "max_cache_salt_chars": bounds.MAX_CACHE_SALT_CHARS,
+            "max_cache_marks": bounds.MAX_CACHE_MARKS,
             "max_body_nbytes": settings.max_body_nbytes,
             "request_timeout_s": settings.request_timeout_s,
             "features_off": info.features_off,

@@ -1,0 +1,88 @@
+"""`EngineClient` over an engine in this process and event loop: what the server sees is a real engine, without a second process.
+
+Owns the core and one queue per open request. Used by tests of the server that a scripted engine cannot answer.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import httpx
+
+from hybridserve.config import EngineSettings, ServerSettings
+from hybridserve.engine.chat import ChatTemplate
+from hybridserve.engine.core import EngineCore
+from hybridserve.engine.messages import EngineInfo, EngineStats
+from hybridserve.engine.text import Tokenizer
+from hybridserve.request import CacheHints, EngineRequest, Explanation, RequestOutput
+from hybridserve.server.app import create_app
+from tests.test_prefix_chat import DEMO
+
+
+class CoreClient:
+    """One engine. Steps are taken whenever the event loop comes by and there is work."""
+
+    is_alive = True
+    stalled_s = 0.0
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.info: EngineInfo = core.info
+        self._queues: dict[str, asyncio.Queue[RequestOutput]] = {}
+        self._running: asyncio.Task[None] | None = None
+
+    async def submit(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        queue = self._queues[request.request_id] = asyncio.Queue()
+        refusal = self.core.add(request)
+        assert refusal is None, refusal
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._run())
+        has_ended = False
+        try:
+            while not has_ended:
+                output = await queue.get()
+                has_ended = output.finish_reason is not None
+                yield output
+        finally:
+            del self._queues[request.request_id]
+            if not has_ended:
+                self.core.abort([request.request_id])
+
+    async def _run(self) -> None:
+        while self.core.has_work:
+            for output in self.core.step():
+                if output.request_id in self._queues:
+                    self._queues[output.request_id].put_nowait(output)
+            self.core.check()
+            await asyncio.sleep(0)
+
+    async def stats(self) -> EngineStats:
+        return self.core.stats()
+
+    async def explain(self, prompt_token_ids: list[int], cache: CacheHints) -> Explanation:
+        return self.core.explain(prompt_token_ids, cache)
+
+    async def close(self, drain_s: float) -> None:
+        self.is_alive = False
+
+
+@asynccontextmanager
+async def serving(settings: EngineSettings, template: str | None = None):
+    """An HTTP client of a server over a real engine, and the engine. Texts are the demo model's."""
+    core = EngineCore(settings)
+    tokenizer = Tokenizer.from_folder(DEMO)
+    special = tokenizer.special_tokens
+    app = create_app(
+        CoreClient(core),
+        tokenizer,
+        ServerSettings(),
+        "demo",
+        template=ChatTemplate(template, special_tokens=special)
+        if template
+        else ChatTemplate.from_folder(DEMO, special_tokens=special),
+        sampling_defaults={"temperature": 0.0},
+        is_caching_prefixes=settings.enable_prefix_caching,
+    )
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        yield http, core
