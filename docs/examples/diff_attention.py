@@ -15,6 +15,8 @@ from hybridserve.mixers.base import Mixer, MixerConfig, dtype_name, empty_parame
 from hybridserve.mixers.linear import Linear
 from hybridserve.mixers.rotary import Rotary, RotaryConfig
 
+PLUGIN_API = 1
+
 
 class DiffAttentionConfig(MixerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_heads: int = 8  # of both halves together

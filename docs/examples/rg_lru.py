@@ -23,6 +23,8 @@ from hybridserve.models.reader import ConfigReader
 from hybridserve.models.rope import read_rotary
 from hybridserve.models.weights import WeightMap
 
+PLUGIN_API = 1
+
 
 class RgLruConfig(MixerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_heads: int  # the two gates are block-diagonal, one block per head

@@ -95,11 +95,11 @@ class _Checker:
     def _lay_out(self, source: Source) -> CausalLM | None:
         settings = self.options.settings
         served = self.attempt("architecture", lambda: is_served(source))
-        if served is None:
+        found = self.attempt("architecture", lambda: check_architecture(source)) if served else None
+        if served is None or (served and found is None):
             return None
+        self.add([found] if found is not None else ())
         model = self.attempt("config" if served else "architecture", lambda: lay_out(source, settings))
-        if served:
-            self.add([check_architecture(source)])
         if model is not None:
             self.add([check_config(source, settings)])
             self.report.architecture = model.info.architecture
@@ -182,5 +182,5 @@ class _Checker:
 def check_model(options: Options) -> Report:
     """Find out all that can be found out. Never raises: what goes wrong is in the report."""
     checker = _Checker(options)
-    checker.run()
+    checker.attempt("check", checker.run)
     return checker.report

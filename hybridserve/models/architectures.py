@@ -57,7 +57,7 @@ def _build(name: str, config: Mapping[str, object], ops: Ops, dtype: torch.dtype
 
 def _refusal(name: str, config: Mapping[str, object], ops: Ops, dtype: torch.dtype) -> str:
     """Why an architecture is not served: the nearest one that is, and what stands between."""
-    nearest = max(architectures.names(), key=lambda one: difflib.SequenceMatcher(None, one, name).ratio())
+    nearest = max(architectures.loaded(), key=lambda one: difflib.SequenceMatcher(None, one, name).ratio())
     try:
         _build(nearest, config, ops, dtype, ())
     except ModelError as error:
