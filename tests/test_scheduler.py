@@ -23,12 +23,12 @@ def choose(prefix):
     return random.Random(str(prefix)).randrange(VOCAB)
 
 
-def build(layout, *, superpages=40, seats=4, budget=64, max_len=256, caching=True, policy="cost"):
+def build(layout, *, superpages=40, seats=4, budget=64, max_len=256, caching=True, policy="cost", vocab=VOCAB):
     layers = LAYOUTS[layout]
     size = plan_cache(layers, 2**40, max_chunk=budget).superpage_nbytes
     plan = plan_cache(layers, superpages * size, max_chunk=budget)
     coordinator = KVCacheCoordinator(plan, num_seats=seats, max_model_len=max_len, enable_prefix_caching=caching, policy=policy)
-    scheduler = Scheduler(Limits(plan.longest_sequence(max_len), seats, budget, 100, VOCAB), coordinator)
+    scheduler = Scheduler(Limits(plan.longest_sequence(max_len), seats, budget, 100, vocab), coordinator)
     return Simulation(scheduler, coordinator, choose), coordinator
 
 
@@ -141,9 +141,12 @@ def test_an_explanation_adds_up_and_names_its_reason():
     assert told.tokens == {"no_state": 40, "never_seen": 19, "last_token": 1}
     assert scheduler.explain(first, CacheHints()).tokens == {"hit": 59, "last_token": 1}
     assert scheduler.explain(first, CacheHints(salt="x")).tokens == {"salted": 59, "last_token": 1}
-    drift = scheduler.explain(parted, CacheHints(boundaries=(20, 50, 60)))
+    drift = scheduler.explain(parted, CacheHints(history=(20, 50)))
     assert drift.tokens == {"no_state": 40, "template_drift": 10, "never_seen": 9, "last_token": 1}
-    assert (drift.parted_at, drift.parted_in_message) == (40, 1)
+    assert drift.parted_at == 40
+    # Another chat has parted before the first question's end; an answer's last token was never computed.
+    for history in ((41, 50), (20, 41), (20, 30)):
+        assert "template_drift" not in scheduler.explain(parted, CacheHints(history=history)).tokens
 
 
 def test_an_evicted_prefix_is_told_from_a_new_one():
