@@ -22,6 +22,9 @@ ALIGN_NBYTES = 64
 #: How much a page may be rounded up to keep superpages small.
 MAX_ROUNDING = 0.03
 _MAX_SUPERPAGE_FACTOR = 64
+#: How many sizes of a superpage are tried, for rounding within bounds and then for the least that there is.
+_MAX_CANDIDATES = 50_000
+_MAX_FALLBACKS = 64
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ def plan_cache(layers: Sequence[Mapping[str, Spec]], nbytes: int, *, block_size:
     superpage = superpage_nbytes([draft.page_nbytes for draft in drafts])
     groups = []
     for draft in drafts:
-        pages = superpage // draft.page_nbytes
+        pages = pages_within(superpage, draft.page_nbytes)
         groups.append(replace(draft, page_nbytes=superpage // pages, pages_per_superpage=pages))
     num_superpages = nbytes // superpage if groups else 0
     if groups and num_superpages < 1:
@@ -153,24 +156,36 @@ def plan_cache(layers: Sequence[Mapping[str, Spec]], nbytes: int, *, block_size:
 def superpage_nbytes(pages: Sequence[int]) -> int:
     """Smallest size that every page divides after rounding up by at most 3 %; if there is none, the one that wastes least.
 
-    Sizes are multiples of the smallest page, which therefore stays exact. Aligned to ALIGN_NBYTES.
+    Sizes are multiples of the smallest page, which therefore stays exact. `pages_within` tells how often a page divides one.
     """
     if not pages:
         return ALIGN_NBYTES
-    smallest, largest = min(pages), max(pages)
-    first = -(-largest // smallest)
-    best, least_waste = first * smallest, math.inf
-    for multiple in range(first, first * _MAX_SUPERPAGE_FACTOR + 1):
+    # The largest page has the fewest divisors to choose from, so it refuses most sizes at once.
+    distinct = sorted(set(pages), reverse=True)
+    smallest, first = distinct[-1], -(-distinct[0] // distinct[-1])
+    for multiple in range(first, first + min(first * (_MAX_SUPERPAGE_FACTOR - 1), _MAX_CANDIDATES) + 1):
         size = multiple * smallest
-        counts = [size // page for page in pages]
-        if any(size % (count * ALIGN_NBYTES) for count in counts):
-            continue
-        waste = max(size / count / page - 1 for count, page in zip(counts, pages, strict=True))
-        if waste <= MAX_ROUNDING:
+        if all(_divides(size, page, 1 + MAX_ROUNDING) for page in distinct):
             return size
-        if waste < least_waste:
-            best, least_waste = size, waste
-    return best
+    few = range(first, first + min(first, _MAX_FALLBACKS) + 1)
+    return min((multiple * smallest for multiple in few), key=lambda size: _waste(size, distinct))
+
+
+def pages_within(superpage: int, page: int) -> int:
+    """How many pages a superpage is divided into: the most that are at least this large, of equal size, and aligned."""
+    units = superpage // ALIGN_NBYTES
+    return next(count for count in range(superpage // page, 0, -1) if units % count == 0)
+
+
+def _divides(size: int, page: int, most: float) -> bool:
+    """Whether a page that is made larger by a factor of at most `most` divides a size, aligned."""
+    units = size // ALIGN_NBYTES
+    return any(units % count == 0 for count in range(size // page, math.ceil(size / (page * most)) - 1, -1))
+
+
+def _waste(size: int, pages: Sequence[int]) -> float:
+    """What rounding adds to the page that it adds most to."""
+    return max(size / pages_within(size, page) / page for page in pages) - 1
 
 
 class Arena:

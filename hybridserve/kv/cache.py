@@ -4,6 +4,7 @@ Owns the index, the eviction queue and the holds that index entries have on page
 coordinator tells it what was written and asks it for matches and for memory.
 """
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +17,30 @@ from hybridserve.kv.arena import Arena, CachePlan, GroupPlan
 from hybridserve.kv.eviction import WORTHLESS, Entry, EvictionQueue, Policy
 from hybridserve.kv.explanation import Findings
 from hybridserve.kv.pool import PagePool
-from hybridserve.kv.prefix import TOKEN_NBYTES, Checkpoint, Node, Origin, PrefixIndex, TextMatch, WindowBlock
+from hybridserve.kv.prefix import (
+    KEY_NBYTES,
+    NO_BLOCK,
+    TOKEN_NBYTES,
+    Checkpoint,
+    Origin,
+    PrefixIndex,
+    Run,
+    TextMatch,
+    WindowSpan,
+    child_key,
+    common_units,
+)
 
 #: Entries looked at in one search for memory before any that frees a page counts as good enough.
 _SEARCH_LIMIT: Final = 256
-#: Evicted nodes that are remembered by key, so that a miss can be told from a first sight.
+#: Evicted units of text that are remembered by key, so that a miss can be told from a first sight.
 _NUM_GHOSTS: Final = 1 << 17
 #: What a window block is worth of a whole unit of text: only a prompt that resumes just behind it needs it.
 _WINDOW_SHARE: Final = 0.05
 #: Checkpoints of a kind, and hits on them, that are assumed before any were counted.
 _PRIOR_SEEN: Final = 8.0
 _PRIOR_HITS: Final = 4.0
-#: Share of all checkpoints that may be pinned; what is pinned beyond it is treated as any other.
+#: Share of all slots that may hold pinned states; what is pinned beyond it is treated as any other.
 _MAX_PINNED_SHARE: Final = 0.25
 
 
@@ -60,15 +73,18 @@ class PrefixCache:
         self._queue = EvictionQueue(policy)
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._num_pinned = 0
+        slots = min((pool.num_pages for pool in pools if not pool.group.is_paged), default=arena.num_superpages)
+        self._most_pinned = max(1, int(_MAX_PINNED_SHARE * slots))
         # Of each kind, by origin and whether passed: how many there were, and how many of them were resumed from.
         self._seen: Counter[tuple[Origin, bool]] = Counter()
         self._useful: Counter[tuple[Origin, bool]] = Counter()
         self._slot_nbytes = sum(group.page_nbytes for group in plan.states)
+        self._kv_nbytes = plan.kv_nbytes_per_token
         self._text_worth = self._unit / max(1, sum(group.page_nbytes for group in plan.paged))
 
     # -- lookup ---------------------------------------------------------------------------------------------------------
 
-    def root(self, salt: str) -> Node:
+    def root(self, salt: str) -> Run:
         """The text of length 0 under a salt."""
         return self._index.root(salt)
 
@@ -86,90 +102,125 @@ class PrefixCache:
                 position = (position - 1) // self._unit * self._unit
             reach |= {group.index: position for group in plan.paged if group.window is not None}
             return Match(position, text.num_tokens, reach, text, None, limited_by_window=position < known)
-        deepest = 0
-        for checkpoint in self._index.checkpoints_on(text, data, limit):
+        position, deepest, found = 0, 0, None
+        for checkpoint in self._index.checkpoints_on(text.path, data, text.depth, limit):
             deepest = max(deepest, checkpoint.position)
             if self._has_text(text, checkpoint.position, checkpoint):
-                reach |= {group.index: deepest for group in plan.states}
-                position = checkpoint.position
-                return Match(position, text.num_tokens, reach, text, checkpoint, limited_by_window=position < deepest)
+                position, found = checkpoint.position, checkpoint
+                break
         reach |= {group.index: deepest for group in plan.states}
-        return Match(0, text.num_tokens, reach, text, None, limited_by_window=deepest > 0)
+        if position < deepest:
+            reach |= {group.index: position for group in plan.paged if group.window is not None}
+        return Match(position, text.num_tokens, reach, text, found, limited_by_window=position < deepest)
 
     def _has_text(self, text: TextMatch, position: int, checkpoint: Checkpoint | None) -> bool:
         """Whether every paged group has the entries that a token at `position` looks at."""
-        whole = position // self._unit
-        if position % self._unit and any(block is None for block in self.partial_blocks(text, position, checkpoint)):
+        if position % self._unit and NO_BLOCK in self.partial_blocks(text, position, checkpoint):
             return False
+        whole = position // self._unit
         for order, group in enumerate(self._plan.paged):
-            # A full group's blocks go leaf by leaf, so that a node's block implies those of its ancestors.
+            # A full group's blocks go from the end on, so that the last one implies those before it.
             first = max(whole - 1, 0) if group.window is None else max(0, position - group.window + 1) // self._unit
-            if any(text.path[unit + 1].blocks[order] is None for unit in range(first, whole)):
+            if any(NO_BLOCK in part for _, part in self.blocks(text, order, first, whole)):
                 return False
         return True
 
-    def partial_blocks(self, text: TextMatch, position: int, checkpoint: Checkpoint | None) -> Sequence[int | None]:
+    def blocks(self, text: TextMatch, order: int, first: int, end: int) -> "Iterator[tuple[int, array[int]]]":
+        """Blocks of a paged group for units `first` to `end` of a known text, by run: the first unit's number, and the blocks."""
+        for run in reversed(text.path):
+            start = run.start // self._unit
+            if start < end:
+                at = max(first - start, 0)
+                part = run.blocks[order][at : end - start]
+                if part:
+                    yield start + at, part
+            if start <= first:
+                return
+
+    def partial_blocks(self, text: TextMatch, position: int, checkpoint: Checkpoint | None) -> Sequence[int]:
         """Blocks that hold the entries of the unit that `position` lies inside."""
         if checkpoint is not None:
             return checkpoint.blocks
         whole = position // self._unit
-        return text.path[whole + 1].blocks if whole + 1 < len(text.path) else text.tail_blocks
+        if (whole + 1) * self._unit > text.depth:
+            return text.tail_blocks
+        return [part[0] for order in range(len(self._plan.paged)) for _, part in self.blocks(text, order, whole, whole + 1)]
 
     def findings(self, tokens: NDArray[np.int32], match: Match) -> Findings:
         """What a match says about the tokens that it did not reach."""
-        if match.text is None:
+        text = match.text
+        if text is None:
             return Findings(0, 0, 0, {}, False, False, False)
-        path, unit = match.text.path, self._unit
-        ghosts = self._count_ghosts(tokens, match.text) * unit if not match.text.tail_tokens else 0
-        behind = path[match.num_tokens // unit :]
+        last = text.path[-1]
+        point = last.points.get(text.depth)
+        ghosts = self._count_ghosts(text) * self._unit if self._ghosts and not text.tail_tokens else 0
         return Findings(
             num_hit=match.num_tokens,
             num_text=match.text_tokens if self._plan.paged else match.num_tokens,
             num_known=match.text_tokens + ghosts,
             group_tokens=match.group_tokens,
-            state_was_evicted=any(node.lost_state for node in behind),
+            state_was_evicted=any(match.num_tokens < p <= text.num_tokens for run in text.path for p in run.lost),
             limited_by_window=match.limited_by_window,
-            has_siblings=bool(path[-1].edges),
+            has_siblings=text.depth < last.end or (point is not None and bool(point.edges)),
         )
 
-    def _count_ghosts(self, tokens: NDArray[np.int32], text: TextMatch) -> int:
+    def _count_ghosts(self, text: TextMatch) -> int:
         """Units behind the known text that were there once."""
-        key, at, count = text.node.key, text.node.depth, 0
-        while at + self._unit <= len(tokens):
-            key = self._index.child_key(key, tokens[at : at + self._unit].astype("<i4", copy=False).tobytes())
+        key, at, count = self._index.last_key(text.path[-1], text.depth), text.depth * TOKEN_NBYTES, 0
+        step = self._index.unit_nbytes
+        while at + step <= len(text.data):
+            key = child_key(key, text.data[at : at + step])
             if key not in self._ghosts:
                 break
-            at, count = at + self._unit, count + 1
+            at, count = at + step, count + 1
         return count
 
     # -- use ------------------------------------------------------------------------------------------------------------
 
-    def use(self, node: Node, by: int) -> None:
-        """`by` more (or fewer) requests go on from this text."""
-        node.num_users += by
-        if not node.num_users:
-            self._offer(node)
+    def anchor(self, match: Match, salt: str) -> Run:
+        """The run that ends with the last whole unit of a match, for a request to go on from."""
+        depth = match.num_tokens // self._unit * self._unit
+        if match.text is None or not depth:
+            return self._index.root(salt)
+        path = match.text.path
+        at = next(at for at in range(len(path) - 1, -1, -1) if path[at].start < depth)
+        if path[at].end > depth:
+            path.insert(at, self._cut(path[at], depth))
+        return path[at]
 
-    def resume(self, match: Match) -> None:
+    def _cut(self, run: Run, depth: int) -> Run:
+        upper = self._index.cut(run, depth)
+        for span in upper.spans:
+            if not span.ticket:
+                self._queue.put_back(span)
+        return upper
+
+    def use(self, run: Run, by: int) -> None:
+        """`by` more (or fewer) requests go on from the end of this run."""
+        run.num_users += by
+        if not run.num_users:
+            self._offer(run)
+
+    def resume(self, match: Match, anchor: Run) -> None:
         """Note that a request goes on from here: its text was used now, and the checkpoints on its way are passed."""
         if match.text is None:
             return
-        path = match.text.path[: match.num_tokens // self._unit + 1]
-        stamp = self._queue.stamp()
-        for node, following in zip(path, [*path[1:], None], strict=True):
-            node.stamp = stamp
-            for checkpoint in node.checkpoints.values():
-                is_on_way = following is None or following.tokens.startswith(checkpoint.tail)
-                if is_on_way and checkpoint is not match.checkpoint and checkpoint.position < match.num_tokens:
-                    self._pass(checkpoint)
+        stamp, path, run = self._queue.stamp(), list[Run](), anchor
+        while run.parent is not None:
+            run.stamp = stamp
+            path.append(run)
+            run = run.parent
+        path = [run, *reversed(path)]
+        for checkpoint in self._index.checkpoints_on(path, match.text.data, anchor.end, match.num_tokens - 1):
+            if not checkpoint.is_passed:
+                self._pass(checkpoint)
         if match.checkpoint is not None:
             self._count_hit(match.checkpoint)
 
     def _pass(self, checkpoint: Checkpoint) -> None:
-        if not checkpoint.is_passed:
-            checkpoint.is_passed = True
-            self._seen[checkpoint.origin, True] += 1
-            self._queue.push(checkpoint, self._worth(checkpoint))
+        checkpoint.is_passed = True
+        self._seen[checkpoint.origin, True] += 1
+        self._queue.push(checkpoint, self._worth(checkpoint))
 
     def _count_hit(self, checkpoint: Checkpoint) -> None:
         self._queue.hit(checkpoint.stamp)
@@ -189,70 +240,73 @@ class PrefixCache:
 
     # -- additions ------------------------------------------------------------------------------------------------------
 
-    def add_text(self, parent: Node, data: bytes, blocks: list[list[int | None]]) -> Node:
-        """The units of text in `data`, one behind the other; entries hold their blocks from now on.
+    def add_text(self, run: Run, data: bytes, blocks: "list[array[int]]") -> Run:
+        """The whole units in `data` behind `run`, whose one user goes on with them. Entries hold their blocks from now on.
 
-        `blocks` has, by paged group, a block per unit. Returns the last unit's node.
+        `blocks` has, by paged group, a block per unit or NO_BLOCK. Returns the run that ends with them.
         """
-        step, node, stamp = self._unit * TOKEN_NBYTES, parent, self._queue.stamp()
-        new: list[list[int]] = [[] for _ in blocks]
-        for at, start in enumerate(range(0, len(data), step)):
-            mine = [row[at] for row in blocks]
-            node, is_new = self._index.add_node(node, data[start : start + step], mine)
-            node.stamp = stamp
-            if is_new:
-                self._ghosts.pop(node.key, None)
-                for row, block in zip(new, mine, strict=True):
-                    if block is not None:
-                        row.append(block)
-            else:
-                self._complete(node, mine)
-        for group, row in zip(self._plan.paged, new, strict=True):
-            self._pools[group.index].hold_many(row)
-        return node
+        step, stamp, own = self._index.unit_nbytes, self._queue.stamp(), run
+        while data and (child := run.children.get(data[:step])) is not None:
+            units = common_units(child.tokens, data, step)
+            depth = run.end + units * self._unit
+            run = child if depth == child.end else self._cut(child, depth)
+            run.stamp = stamp
+            self._complete(run, [mine[:units] for mine in blocks])
+            data, blocks = data[units * step :], [mine[units:] for mine in blocks]
+        if not data:
+            return run
+        if run.parent is not None and not run.children and run.num_users <= (run is own):
+            self._index.extend(run, data, blocks)
+        else:
+            run = self._index.add_run(run, data, blocks)
+        run.stamp = stamp
+        for group, mine in zip(self._plan.paged, blocks, strict=True):
+            self._pools[group.index].hold_many([b for b in mine if b != NO_BLOCK] if group.window is not None else mine)
+        return run
 
-    def _complete(self, node: Node, blocks: list[int | None]) -> None:
-        """Give a known node the blocks that it has lost (of window groups) and this request has."""
-        for order, (group, block) in enumerate(zip(self._plan.paged, blocks, strict=True)):
-            if node.blocks[order] is None and block is not None:
-                node.blocks[order] = block
-                self._pools[group.index].hold(block)
+    def _complete(self, run: Run, blocks: "list[array[int]]") -> None:
+        """Give a known run the blocks that it has lost (of window groups) and this request has."""
+        for order, group in enumerate(self._plan.paged):
+            mine = run.blocks[order]
+            if group.window is None or NO_BLOCK not in mine:
+                continue
+            for at, block in enumerate(blocks[order]):
+                if mine[at] == NO_BLOCK and block != NO_BLOCK:
+                    mine[at] = block
+                    self._pools[group.index].hold(block)
 
     def add_state(
-        self, node: Node, tail: bytes, slots: list[int], blocks: list[int], *, origin: Origin, pin: bool
+        self, run: Run, depth: int, tail: bytes, slots: list[int], blocks: list[int], *, origin: Origin, pin: bool
     ) -> Checkpoint | None:
-        """States after `node`'s text and `tail`; None when the index has them already and these are not needed."""
-        known = node.checkpoints.get(tail)
+        """States after `run`'s text up to `depth` and `tail`; None when the index has them already, and needs not these."""
+        point = run.points.get(depth)
+        known = point.checkpoints.get(tail) if point is not None else None
         if known is not None:
             if origin == "junction":
                 known.origin = origin
             self._renew(known)
             return None
-        pinned = pin and self._num_pinned < _MAX_PINNED_SHARE * (self._index.num_checkpoints + 1)
-        checkpoint = Checkpoint(node, tail, slots, blocks, origin, pinned, stamp=self._queue.stamp())
+        pinned = pin and self._num_pinned < self._most_pinned
+        checkpoint = Checkpoint(run, depth, tail, slots, blocks, origin, pinned, stamp=self._queue.stamp())
         self._num_pinned += pinned
         self._seen[origin, False] += 1
         self._index.add_checkpoint(checkpoint)
-        self._hold(blocks)
-        for group, slot in zip(self._plan.states, slots, strict=True):
-            self._pools[group.index].hold(slot)
+        for group, page in self._pages_of(checkpoint):
+            self._pools[group.index].hold(page)
         self._queue.push(checkpoint, self._worth(checkpoint))
         return checkpoint
 
-    def offer_window(self, node: Node, group: GroupPlan, first: int, end: int) -> None:
-        """Queue the window blocks of units `first` to `end` above `node`: of use only to a prompt that resumes just behind."""
+    def offer_window(self, run: Run, group: GroupPlan, first: int, end: int) -> None:
+        """Queue the window blocks of units `first` to `end` up to `run`: of use only to a prompt that resumes just behind."""
         order = self._plan.paged.index(group)
-        at: Node | None = node
-        while at is not None and at.depth > first * self._unit:
-            if at.depth <= end * self._unit and at.blocks[order] is not None:
-                entry = WindowBlock(at, order, stamp=at.stamp)
-                self._queue.push(entry, self._worth(entry))
-            at = at.parent
-
-    def _hold(self, blocks: Sequence[int | None]) -> None:
-        for group, block in zip(self._plan.paged, blocks, strict=False):
-            if block is not None:
-                self._pools[group.index].hold(block)
+        start, stop = first * self._unit, min(end * self._unit, run.end)
+        while run.parent is not None and start < stop:
+            if run.start < stop:
+                span = WindowSpan(run, order, max(start, run.start), stop, stamp=run.stamp)
+                run.spans.append(span)
+                self._queue.push(span, self._worth(span))
+                stop = run.start
+            run = run.parent
 
     # -- eviction -------------------------------------------------------------------------------------------------------
 
@@ -267,7 +321,8 @@ class PrefixCache:
                 break
             if entry is None:
                 # Nothing frees a page by itself: then whatever may uncover something that does.
-                self._evict(set_aside.pop(0))
+                if self._is_evictable(first := set_aside.pop(0)):  # the text of a window block may be gone by now
+                    self._evict(first)
             elif entry.priority != WORTHLESS and len(set_aside) < _SEARCH_LIMIT and not self._frees(entry, group):
                 set_aside.append(entry)
             else:
@@ -276,40 +331,41 @@ class PrefixCache:
             self._queue.put_back(entry)
         return pool.has_free or self._arena.num_free > 0
 
-    def drop(self, written: Sequence[Checkpoint], node: Node, start: Node) -> None:
-        """Drop what a request left that cannot be trusted: its checkpoints, and its text behind `start` up to `node`."""
+    def drop(self, written: Sequence[Checkpoint], run: Run, depth: int) -> None:
+        """Drop what a request left that cannot be trusted: its checkpoints, and its text up to `run`'s end behind `depth`."""
         for checkpoint in written:
             if not checkpoint.evicted:
                 self._evict(checkpoint)
-        while node is not start and node.parent is not None and not (node.children or node.checkpoints or node.num_users):
-            parent = node.parent
-            if not node.evicted:
-                self._evict(node)
-            node = parent
+        while run.parent is not None and run.end > depth and not (run.children or run.num_users):
+            upper = run.parent if run.evicted else self._trim(run, max(run.kept, depth))
+            if upper is run:
+                break
+            run = upper
+        self._offer(run)
 
     def clear(self) -> None:
         """Evict all that no request uses."""
         while (entry := self._queue.pop(self._is_evictable)) is not None:
             self._evict(entry)
 
-    def _offer(self, node: Node) -> None:
-        """Queue a node for eviction once nothing hangs from it."""
-        if node.parent is None:
-            self._index.forget_root(node)
-        elif self._is_evictable(node):
+    def _offer(self, run: Run) -> None:
+        """Queue a run for eviction once nothing hangs from its end."""
+        while self._is_evictable(run):
             if self._plan.paged:
-                self._queue.push(node, self._worth(node))
-            else:
-                self._evict(node)  # it holds no memory, so nothing else would ever remove it
+                self._queue.push(run, self._worth(run))
+                return
+            run = self._trim(run, run.kept)  # it holds no memory, so nothing else would ever remove it
+        if run.parent is None:
+            self._index.forget_root(run)
 
     def _worth(self, entry: Entry) -> float:
         """Tokens saved per byte, times how often it was used."""
-        if isinstance(entry, WindowBlock):
+        if isinstance(entry, WindowSpan):
             return _WINDOW_SHARE * self._text_worth
-        if isinstance(entry, Node):
+        if isinstance(entry, Run):
             return WORTHLESS if self._plan.states else self._text_worth
         saved = entry.position - self._index.position_before(entry)
-        nbytes = self._slot_nbytes + saved * self._plan.kv_nbytes_per_token
+        nbytes = self._slot_nbytes + saved * self._kv_nbytes
         return self._chance(entry) * saved / max(1, nbytes)
 
     def _chance(self, checkpoint: Checkpoint) -> float:
@@ -324,10 +380,9 @@ class PrefixCache:
     def _is_evictable(self, entry: Entry) -> bool:
         if isinstance(entry, Checkpoint):
             return not entry.evicted
-        if isinstance(entry, WindowBlock):
-            return not entry.node.evicted and entry.node.blocks[entry.order] is not None
-        is_leaf = not entry.children and not entry.checkpoints
-        return is_leaf and not entry.num_users and not entry.evicted and entry.parent is not None
+        if isinstance(entry, WindowSpan):
+            return not entry.run.evicted and any(block != NO_BLOCK for block in self._span_blocks(entry))
+        return not (entry.children or entry.num_users or entry.evicted) and entry.parent is not None and entry.kept < entry.end
 
     def _has_gained(self, checkpoint: Checkpoint) -> bool:
         """Whether a checkpoint is worth more than when it was queued: what it stands in for was evicted meanwhile."""
@@ -345,35 +400,60 @@ class PrefixCache:
                 return True
         return False
 
-    def _pages_of(self, entry: Entry) -> list[tuple[GroupPlan, int]]:
-        if isinstance(entry, WindowBlock):
-            block = entry.node.blocks[entry.order]
-            return [(self._plan.paged[entry.order], block)] if block is not None else []
-        pages = [(group, block) for group, block in zip(self._plan.paged, entry.blocks, strict=False) if block is not None]
+    def _pages_of(self, entry: Entry) -> Iterator[tuple[GroupPlan, int]]:
+        """The pages that evicting an entry would no longer hold; of a run, those of its last unit."""
         if isinstance(entry, Checkpoint):
-            pages += zip(self._plan.states, entry.slots, strict=True)
-        return pages
+            yield from zip(self._plan.paged, entry.blocks, strict=False)
+            yield from zip(self._plan.states, entry.slots, strict=True)
+        elif isinstance(entry, WindowSpan):
+            group = self._plan.paged[entry.order]
+            yield from ((group, block) for block in self._span_blocks(entry) if block != NO_BLOCK)
+        else:
+            for group, blocks in zip(self._plan.paged, entry.blocks, strict=True):
+                if blocks[-1] != NO_BLOCK:
+                    yield group, blocks[-1]
+
+    def _span_blocks(self, span: WindowSpan) -> "array[int]":
+        start = span.run.start
+        return span.run.blocks[span.order][(span.start - start) // self._unit : (span.end - start) // self._unit]
 
     def _evict(self, entry: Entry) -> None:
-        for group, page in self._pages_of(entry):
-            self._pools[group.index].drop(page)
         if isinstance(entry, Checkpoint):
+            for group, page in self._pages_of(entry):
+                self._pools[group.index].drop(page)
             self._index.remove_checkpoint(entry)
             self._num_pinned -= entry.pinned
-            entry.node.lost_state = True
-            self._offer(entry.node)
-        elif isinstance(entry, WindowBlock):
-            entry.node.blocks[entry.order] = None
+            self._offer(entry.run)
+        elif isinstance(entry, WindowSpan):
+            self._evict_span(entry)
         else:
-            parent = entry.parent
-            assert parent is not None, "a root is never queued"
-            self._index.remove_node(entry)
-            self._remember(entry.key)
-            self._offer(parent)
+            # Text that no state needs goes at once; where there are no states, each unit is worth something of its own.
+            kept = entry.kept
+            self._offer(self._trim(entry, kept if self._plan.states else max(kept, entry.end - self._unit)))
 
-    def _remember(self, key: bytes) -> None:
-        self._ghosts[key] = None
-        if len(self._ghosts) > _NUM_GHOSTS:
+    def _evict_span(self, span: WindowSpan) -> None:
+        run, start = span.run, span.run.start
+        pool, blocks = self._pools[self._plan.paged[span.order].index], run.blocks[span.order]
+        pool.drop_many([block for block in self._span_blocks(span) if block != NO_BLOCK])
+        for at in range((span.start - start) // self._unit, min((span.end - start) // self._unit, len(blocks))):
+            blocks[at] = NO_BLOCK
+        run.spans.remove(span)
+
+    def _trim(self, run: Run, depth: int) -> Run:
+        """Drop a run's text behind `depth`, with its blocks; returns the run whose end may be the next to go."""
+        parent, first = run.parent, (depth - run.start) // self._unit
+        assert parent is not None, "a root is never queued"
+        self._remember(self._index.keys(run)[first * KEY_NBYTES :])
+        for order, group in enumerate(self._plan.paged):
+            blocks = run.blocks[order][first:]
+            self._pools[group.index].drop_many([b for b in blocks if b != NO_BLOCK] if group.window is not None else blocks)
+        self._index.trim(run, depth)
+        return parent if run.evicted else run
+
+    def _remember(self, keys: bytearray) -> None:
+        for at in range(0, len(keys), KEY_NBYTES):
+            self._ghosts[bytes(keys[at : at + KEY_NBYTES])] = None
+        while len(self._ghosts) > _NUM_GHOSTS:
             self._ghosts.popitem(last=False)
 
     # -- reports --------------------------------------------------------------------------------------------------------
@@ -382,16 +462,18 @@ class PrefixCache:
     def num_checkpoints(self) -> int:
         return self._index.num_checkpoints
 
-    def nodes(self) -> Iterator[Node]:
-        """Every node, roots included, for checks."""
+    def runs(self) -> Iterator[Run]:
+        """Every run of text, roots included, for checks."""
         return self._index.walk()
 
     def holds(self) -> list[Counter[int]]:
         """Holds on each group's pages, counted anew from the tree."""
         counts: list[Counter[int]] = [Counter() for _ in self._plan.groups]
-        for node in self._index.walk():
-            entries: list[Entry] = [node, *node.checkpoints.values()]
-            for entry in entries:
-                for group, page in self._pages_of(entry):
-                    counts[group.index][page] += 1
+        for run in self._index.walk():
+            for group, blocks in zip(self._plan.paged, run.blocks, strict=True):
+                counts[group.index].update(block for block in blocks if block != NO_BLOCK)
+            for point in run.points.values():
+                for checkpoint in point.checkpoints.values():
+                    for group, page in self._pages_of(checkpoint):
+                        counts[group.index][page] += 1
         return counts

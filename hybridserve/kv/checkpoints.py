@@ -33,17 +33,22 @@ class CheckpointPolicy:
         weight = plan.state_nbytes_per_sequence / plan.kv_nbytes_per_token
         return cls(spacing=max(unit, -(-int(weight) // unit) * unit), most_per_prompt=most)
 
-    def positions(self, start: int, num_prompt: int, junction: int, boundaries: tuple[int, ...]) -> tuple[int, ...]:
-        """Positions after `start` worth a checkpoint, ascending, at most num_prompt - 1.
+    def positions(
+        self, start: int, num_prompt: int, junction: int, boundaries: tuple[int, ...], marks: tuple[int, ...] = ()
+    ) -> tuple[int, ...]:
+        """Positions after `start` worth a checkpoint, ascending.
 
-        `junction` is how far the text was known: an earlier request parted there, so a third one is likely to resume there.
+        `junction` is how far the text was known: an earlier request parted there, so a third one is likely to resume there. What
+        the caller marked goes before all else, and may be the prompt's very end; the others are at most num_prompt - 1.
         """
-        last = num_prompt - 1
-        wanted = {last, junction, *boundaries}
-        chosen = sorted(position for position in wanted if start < position <= last)
-        if len(chosen) < self.most_per_prompt:
+        last, most = num_prompt - 1, self.most_per_prompt
+        marked = {position for position in marks if start < position <= num_prompt}
+        likely = sorted({position for position in (last, junction, *boundaries) if start < position <= last} - marked)
+        chosen = sorted(marked)[-most:]
+        if len(chosen) < most:
+            chosen += likely[len(chosen) - most :]
+        if len(chosen) < most:
             grid = range((start // self.spacing + 1) * self.spacing, last, self.spacing)
-            room = self.most_per_prompt - len(chosen)
-            stride = -(-len(grid) // room) if grid else 1
-            chosen = sorted({*chosen, *grid[::stride]})
-        return tuple(chosen[-self.most_per_prompt :])
+            stride = -(-len(grid) // (most - len(chosen))) if grid else 1
+            chosen = [*{*chosen, *grid[::stride]}]
+        return tuple(sorted(chosen))

@@ -8,6 +8,7 @@ The cost of a step follows events (a block filled, an arrival, a checkpoint, a f
 every seat at every step is array arithmetic.
 """
 
+from array import array
 from bisect import insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from hybridserve.kv.checkpoints import CheckpointPolicy
 from hybridserve.kv.eviction import Policy
 from hybridserve.kv.explanation import explain, unexplored
 from hybridserve.kv.pool import PagePool
-from hybridserve.kv.prefix import Checkpoint, Node, Origin
+from hybridserve.kv.prefix import NO_BLOCK, Checkpoint, Origin, Run
 from hybridserve.request import CacheHints, Explanation
 
 Ints = NDArray[np.int64]
@@ -58,8 +59,8 @@ class _Seat:
     """What a running request holds, beside its rows in the arrays."""
 
     tokens: NDArray[np.int32]  # the request's row of the token table: valid as far as it is computed
-    node: Node  # the deepest text of it in the index
-    start: Node  # the text that it found there
+    run: Run  # its text in the index, up to that run's end
+    found: int  # tokens of it that were there when it came
     stores: bool  # whether what it computes is offered to others
     pinned: bool
     junction: int
@@ -134,7 +135,7 @@ class KVCacheCoordinator:
         if match.text is None:
             return unexplored(len(tokens), "prompt_logprobs")
         found = self._cache.findings(tokens, match)
-        return explain(len(tokens), found, salt=hints.salt, boundaries=hints.boundaries)
+        return explain(len(tokens), found, salt=hints.salt, history=hints.history)
 
     # -- room -----------------------------------------------------------------------------------------------------------
 
@@ -143,18 +144,19 @@ class KVCacheCoordinator:
 
         `tokens` is the request's row of the token table, which grows in place.
         """
-        node = match.text.path[match.num_tokens // self._unit] if match.text is not None else self._cache.root(hints.salt)
+        run = self._cache.anchor(match, hints.salt)
         stores = self._caching and not hints.no_store
-        record = _Seat(tokens, node, node, stores, hints.pin, match.text_tokens, hints.boundaries, num_prompt)
+        record = _Seat(tokens, run, run.end, stores, hints.pin, match.text_tokens, hints.boundaries, num_prompt)
         self._seats[seat] = record
-        self._cache.use(node, 1)
+        self._cache.use(run, 1)
         self._share(seat, record, match)
         if not (self._take_own_slots(seat) and self._take_copies(seat, record) and self._reserve_prompt(seat, num_prompt)):
             self._close(seat)
             return False
-        self._cache.resume(match)
+        self._cache.resume(match, run)
         if stores:
-            positions = self._placement.positions(match.num_tokens, num_prompt, match.text_tokens, hints.boundaries)
+            start, junction = match.num_tokens, match.text_tokens
+            positions = self._placement.positions(start, num_prompt, junction, hints.boundaries, hints.marks)
             self._set_wanted(seat, record, list(positions))
         return True
 
@@ -176,20 +178,18 @@ class KVCacheCoordinator:
     def _share(self, seat: int, record: _Seat, match: Match) -> None:
         """Retain the whole blocks and the state that matched, so that making room cannot take them."""
         whole = match.num_tokens // self._unit
-        path = match.text.path if match.text is not None else []
         for order, group in enumerate(self.plan.paged):
             first = 0 if group.window is None else min(whole, max(0, match.num_tokens - group.window + 1) // self._unit)
             record.first_block[group.index], record.num_blocks[group.index] = first, whole
             pool, table = self._pools[group.index], self._tables[group.index]
-            for unit in range(first, whole):
-                block = path[unit + 1].blocks[order]
-                assert block is not None, f"unit {unit} of group {group.index} matched without a block"
-                pool.retain(block)
-                table[seat, unit] = block
+            for unit, blocks in self._cache.blocks(match.text, order, first, whole) if match.text is not None else ():
+                assert NO_BLOCK not in blocks, f"group {group.index} matched without a block behind unit {unit}"
+                table[seat, unit : unit + len(blocks)] = blocks
+            pool.retain_many(table[seat, first:whole])
         if match.text is not None and match.num_tokens % self._unit:
             sources = self._cache.partial_blocks(match.text, match.num_tokens, match.checkpoint)
             for group, source in zip(self.plan.paged, sources, strict=True):
-                assert source is not None, f"group {group.index} matched a partial unit without a block"
+                assert source != NO_BLOCK, f"group {group.index} matched a partial unit without a block"
                 self._pools[group.index].retain(source)
                 record.sources.append((group.index, source))
         for group in self.plan.states:
@@ -385,25 +385,27 @@ class KVCacheCoordinator:
         record = self._seats[seat]
         if not record.stores:
             return
-        start = record.node.depth
+        start = record.run.end
         whole = (end - start) // self._unit
         if not whole:
             return
         first = start // self._unit
         blocks = [self._blocks_of(seat, record, group, first, first + whole) for group in self.plan.paged]
-        node = self._cache.add_text(record.node, self._token_bytes(record, start, start + whole * self._unit), blocks)
-        self._cache.use(node, 1)
-        self._cache.use(record.node, -1)
-        record.node = node
+        run = self._cache.add_text(record.run, self._token_bytes(record, start, start + whole * self._unit), blocks)
+        if run is not record.run:
+            self._cache.use(run, 1)
+            self._cache.use(record.run, -1)
+            record.run = run
 
-    def _blocks_of(self, seat: int, record: _Seat, group: GroupPlan, first: int, end: int) -> list[int | None]:
-        """Blocks of units `first` to `end`; None for those that a window has left behind."""
+    def _blocks_of(self, seat: int, record: _Seat, group: GroupPlan, first: int, end: int) -> "array[int]":
+        """Blocks of units `first` to `end`; NO_BLOCK for those that a window has left behind."""
         gone = min(max(record.first_block[group.index] - first, 0), end - first)
-        return [None] * gone + self._tables[group.index][seat, first + gone : end].tolist()
+        blocks = array("i", self._tables[group.index][seat, first:end].tobytes())
+        blocks[:gone] = array("i", [NO_BLOCK] * gone)
+        return blocks
 
-    def _block_at(self, seat: int, record: _Seat, group: GroupPlan, unit: int) -> int | None:
-        if unit < record.first_block[group.index]:
-            return None
+    def _block_at(self, seat: int, record: _Seat, group: GroupPlan, unit: int) -> int:
+        assert unit >= record.first_block[group.index], "the block of the newest tokens is inside every window"
         return int(self._tables[group.index][seat, unit])
 
     def _publish_state(self, pending: _Pending, end: int) -> None:
@@ -415,18 +417,17 @@ class KVCacheCoordinator:
 
     def _add_checkpoint(self, seat: int, position: int, slots: list[int]) -> None:
         """Offer the states in `slots` as those after the seat's first `position` tokens."""
-        record, node = self._seats[seat], self._seats[seat].node
-        while node.depth > position:
-            assert node.parent is not None, f"position {position} lies before the root"
-            node = node.parent
-        tail = self._token_bytes(record, node.depth, position)
+        record, run = self._seats[seat], self._seats[seat].run
+        at = position // self._unit
+        depth = at * self._unit
+        while run.parent is not None and run.start >= depth:
+            run = run.parent
+        tail = self._token_bytes(record, depth, position)
         if not tail and not slots:
             return
-        at = position // self._unit
         blocks = [self._block_at(seat, record, group, at) for group in self.plan.paged] if tail else []
-        kept = [block for block in blocks if block is not None]
-        assert len(kept) == len(blocks), "the block of the newest tokens is inside every window"
-        added = self._cache.add_state(node, tail, slots, kept, origin=self._origin(record, position), pin=record.pinned)
+        origin = self._origin(record, position)
+        added = self._cache.add_state(run, depth, tail, slots, blocks, origin=origin, pin=record.pinned)
         if added is not None:
             record.written.append(added)
             self.num_checkpoints_written += 1
@@ -448,10 +449,10 @@ class KVCacheCoordinator:
         for group in self._window_groups:
             assert group.window is not None, "only window groups are here"
             first = max(0, end - group.window + 1) // group.block_size
-            for unit in range(record.first_block[group.index], first):
-                self._pools[group.index].release(int(self._tables[group.index][seat, unit]))
+            left = self._tables[group.index][seat, record.first_block[group.index] : first]
+            self._pools[group.index].release_many(left)
             if record.stores and first > record.first_block[group.index]:
-                self._cache.offer_window(record.node, group, record.first_block[group.index], first)
+                self._cache.offer_window(record.run, group, record.first_block[group.index], first)
             record.first_block[group.index] = max(first, record.first_block[group.index])
 
     @staticmethod
@@ -475,12 +476,11 @@ class KVCacheCoordinator:
         self._return_borrowed(record)
         for group in self.plan.paged:
             first, end = record.first_block[group.index], record.num_blocks[group.index]
-            blocks = self._tables[group.index][seat, first:end].tolist()
+            blocks = self._tables[group.index][seat, first:end]
             if self._copies:
-                self._copies = [copy for copy in self._copies if copy.group != group.index or copy.target not in blocks]
-            release = self._pools[group.index].release
-            for block in blocks:
-                release(block)
+                mine = set(blocks.tolist())
+                self._copies = [copy for copy in self._copies if copy.group != group.index or copy.target not in mine]
+            self._pools[group.index].release_many(blocks)
         for group in self.plan.states:
             slot = int(self._own[group.index][seat])
             if slot != NO_SLOT:
@@ -488,9 +488,9 @@ class KVCacheCoordinator:
                 self._own[group.index][seat] = NO_SLOT
         self.room[seat] = 0
         self._next_wanted[seat] = _NEVER
-        self._cache.use(record.node, -1)
+        self._cache.use(record.run, -1)
         if record.is_distrusted:
-            self._cache.drop(record.written, record.node, record.start)
+            self._cache.drop(record.written, record.run, record.found)
 
     def clear(self) -> None:
         """Evict all that no request uses."""
@@ -525,9 +525,9 @@ class KVCacheCoordinator:
         for pending in self._pending:
             for group, slot in zip(self.plan.states, pending.slots, strict=True):
                 refs[group.index][slot] += 1
-        users = Counter(id(record.node) for record in self._seats.values())
-        for node in self._cache.nodes():
-            assert node.num_users == users[id(node)], f"node at {node.depth} counts {node.num_users} users, has {users[id(node)]}"
+        users = Counter(record.run for record in self._seats.values())
+        for run in self._cache.runs():
+            assert run.num_users == users[run], f"the run to {run.end} counts {run.num_users} users, has {users[run]}"
         holds = self._cache.holds()
         owned: list[int] = []
         for pool, group_refs, group_holds in zip(self._pools, refs, holds, strict=True):

@@ -1,7 +1,7 @@
 """In which order cached entries give up their memory: one queue over all groups.
 
-Owns the priorities. An entry is a node without children and checkpoints (text that nothing deeper needs), a checkpoint, or a
-window block; so a parent never goes before its children, and text never before the states that need it. Knows no pages; the
+Owns the priorities. An entry is the end of a run of text that nothing deeper needs, a checkpoint, or a span of window blocks; so
+a parent never goes before its children, and text never before the states that need it. Knows no pages; the
 coordinator evicts what it is handed.
 
 Policy `cost` supposes that an entry which was not used for a time t is used again at a rate that falls as exp(-t / T), with T
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from itertools import count
 from typing import Literal, TypeAlias
 
-from hybridserve.kv.prefix import Checkpoint, Node, WindowBlock
+from hybridserve.kv.prefix import Checkpoint, Run, WindowSpan
 
-Entry: TypeAlias = Node | Checkpoint | WindowBlock
+Entry: TypeAlias = Run | Checkpoint | WindowSpan
 Policy: TypeAlias = Literal["cost", "lru"]
 
 #: Priority of what no hit can use: text past the last state of a model with states.

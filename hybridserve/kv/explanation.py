@@ -23,8 +23,12 @@ class Findings:
     has_siblings: bool  # other text goes on from where this prompt's known text ends
 
 
-def explain(num_prompt: int, found: Findings, *, salt: str, boundaries: tuple[int, ...]) -> Explanation:
-    """Give every token of the prompt its reason."""
+#: Tokens at the end of an answer that its request never computed: the last one is chosen and ends it.
+_NOT_COMPUTED = 1
+
+
+def explain(num_prompt: int, found: Findings, *, salt: str, history: tuple[int, int] | None) -> Explanation:
+    """Give every token of the prompt its reason. `history` is that of `CacheHints`."""
     last = num_prompt - 1
     hit = min(found.num_hit, last)
     text, known = min(found.num_text, last), min(found.num_known, last)
@@ -38,8 +42,7 @@ def explain(num_prompt: int, found: Findings, *, salt: str, boundaries: tuple[in
     behind: Reason = "window" if found.limited_by_window else "evicted" if found.state_was_evicted else "no_state"
     count(behind, text - hit)
     count("evicted", known - text)
-    history = max((b for b in boundaries[:-1] if b <= last), default=0)
-    drifted = max(0, history - known) if found.has_siblings and known > 0 else 0
+    drifted = _drift(known, min(history[1], last), history[0]) if history is not None and found.has_siblings else 0
     count("template_drift", drifted)
     count("salted" if salt else "never_seen", last - known - drifted)
     count("last_token", 1)
@@ -54,8 +57,15 @@ def explain(num_prompt: int, found: Findings, *, salt: str, boundaries: tuple[in
         reason=max(lost, key=lambda reason: lost[reason]) if lost else "hit",
         tokens=tokens,
         parted_at=known if known < last else None,
-        parted_in_message=sum(b <= known for b in boundaries) if known < last and boundaries else None,
     )
+
+
+def _drift(known: int, end: int, start: int) -> int:
+    """Tokens of a chat's history that were expected to be known and are not.
+
+    Who parts before the first question's end at `start` is another chat; who comes to the last answer's `end` has not parted.
+    """
+    return end - known if known >= start and end - known > _NOT_COMPUTED else 0
 
 
 def unexplored(num_prompt: int, reason: Reason) -> Explanation:

@@ -1,80 +1,130 @@
 """The prefix index: which text, and which states inside it, can be resumed from.
 
-Owns the tree of nodes (one per match unit of text) and the checkpoints that hang from it. Knows page ids only as numbers to hold
-and drop; it never decides what to compute. `KVCacheCoordinator` is its only caller.
+Owns a tree of runs. A run is a stretch of text without a fork, any number of match units long, with a block of every paged group
+for each unit; it is cut in two where a request goes on from its middle. Where states were kept, or where texts part inside a
+unit, a run has a `Point`. So what a lookup costs follows the forks and checkpoints on its way, not the tokens. Knows page ids
+only as numbers; it never decides what to compute. `PrefixCache` is its only caller.
 
-A node stands for the text from the start of a prompt to the end of one match unit. Its key is a chained SHA-256 over canonical
-bytes, the same in every process and on every machine:
+Every unit of text has a key: a chained SHA-256 over canonical bytes, the same in every process and on every machine:
 
     root key = SHA-256(b"hybridserve-prefix-1" | for salt, adapter, fingerprint: length as u32 LE, UTF-8 bytes)
-    node key = SHA-256(parent's key | the unit's token ids as i32 LE)
+    unit key = SHA-256(key before it | the unit's token ids as i32 LE)
 
-Lookups inside one process walk from parent to child by the unit's own bytes, so nothing is ever trusted to a hash alone, and
-only text that no node stands for yet is hashed.
+Lookups inside one process compare the tokens themselves, so nothing is ever trusted to a hash alone; a unit is hashed once, when
+its key is first asked for.
 """
 
 import hashlib
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from array import array
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-TOKEN_NBYTES = 4
-
-
-class Node:
-    """Text up to the end of one match unit. `blocks` has a page per paged group, None where it was evicted or never kept."""
-
-    __slots__ = (
-        "blocks",
-        "checkpoints",
-        "children",
-        "depth",
-        "edges",
-        "evicted",
-        "key",
-        "lost_state",
-        "num_users",
-        "parent",
-        "priority",
-        "stamp",
-        "ticket",
-        "tokens",
-    )
-
-    def __init__(self, key: bytes, parent: "Node | None", tokens: bytes, depth: int, blocks: list[int | None]) -> None:
-        self.key = key
-        self.parent = parent
-        self.tokens = tokens
-        self.depth = depth  # tokens from the start of the prompt to the end of this unit
-        self.blocks = blocks
-        self.children: dict[bytes, Node] = {}  # by the unit's token bytes
-        self.checkpoints: dict[bytes, Checkpoint] = {}  # by the tail's token bytes
-        self.edges: list[bytes] = []  # both kinds of key, sorted: the most similar one is a neighbour
-        self.num_users = 0  # running requests whose text goes on from here
-        self.evicted = False
-        self.lost_state = False  # a checkpoint hung from it and was evicted
-        self.stamp = 0.0  # the eviction clock when it was last used
-        self.priority = 0.0  # of its place in the eviction queue
-        self.ticket = 0  # of that place; its places with other tickets are stale
-
+TOKEN_NBYTES: Final = 4
+KEY_NBYTES: Final = 32
+#: In the place of a block that was evicted or never kept.
+NO_BLOCK: Final = -1
 
 #: Why a checkpoint was written. How often each kind is resumed from is learned (`PrefixCache`).
 Origin: TypeAlias = Literal["prompt_end", "answer_end", "boundary", "junction", "spacing"]
 
 
+class Run:
+    """A stretch of text without a fork. Requests that run, and children, go on from its end."""
+
+    __slots__ = (
+        "blocks",
+        "children",
+        "depths",
+        "evicted",
+        "keys",
+        "lost",
+        "num_users",
+        "parent",
+        "points",
+        "priority",
+        "spans",
+        "stamp",
+        "start",
+        "ticket",
+        "tokens",
+    )
+
+    def __init__(self, parent: "Run | None", start: int, tokens: bytes, blocks: "list[array[int]]") -> None:
+        self.parent = parent
+        self.start = start  # tokens of text before it
+        self.tokens = bytearray(tokens)  # i32 LE, whole units
+        self.blocks = blocks  # by paged group: a block per unit, NO_BLOCK where there is none
+        self.children: dict[bytes, Run] = {}  # by the token bytes of their first unit
+        self.points: dict[int, Point] = {}  # by tokens from the start of the prompt, a whole number of units
+        self.depths: list[int] = []  # of the points, ascending
+        self.spans: list[WindowSpan] = []  # of window blocks that wait for eviction
+        self.keys = bytearray()  # of its first units: those that were asked for
+        self.num_users = 0  # running requests whose text goes on from its end
+        self.evicted = False
+        self.lost: list[int] = []  # positions of checkpoints that were evicted, ascending
+        self.stamp = 0.0  # the eviction clock when it was last used
+        self.priority = 0.0  # of its place in the eviction queue
+        self.ticket = 0  # of that place; its places with other tickets are stale
+
+    @property
+    def end(self) -> int:
+        """Tokens from the start of the prompt to its end."""
+        return self.start + len(self.tokens) // TOKEN_NBYTES
+
+    def point(self, depth: int) -> "Point":
+        """The point `depth` tokens from the start of the prompt, made if there is none."""
+        point = self.points.get(depth)
+        if point is None:
+            point = self.points[depth] = Point()
+            insort(self.depths, depth)
+        return point
+
+    def drop_point(self, depth: int) -> None:
+        """Forget a point that nothing hangs from any more."""
+        del self.points[depth]
+        del self.depths[bisect_left(self.depths, depth)]
+
+    @property
+    def kept(self) -> int:
+        """Where the text ends that states on this run need; what lies behind may be evicted once nobody goes on from it."""
+        return next((depth for depth in reversed(self.depths) if self.points[depth].checkpoints), self.start)
+
+
+class Point:
+    """A place between two units where states were kept, or where text parts inside the unit that follows."""
+
+    __slots__ = ("checkpoints", "edges")
+
+    def __init__(self) -> None:
+        self.checkpoints: dict[bytes, Checkpoint] = {}  # by the tail's token bytes
+        self.edges: list[bytes] = []  # tails and children's first units, sorted: the most similar one is a neighbour
+
+    def on_way(self, following: bytes) -> "Iterator[Checkpoint]":
+        """Checkpoints whose tails `following` begins with, the longest first."""
+        if len(self.checkpoints) <= 4:
+            tails: Iterable[bytes] = sorted((t for t in self.checkpoints if following.startswith(t)), key=len, reverse=True)
+        else:
+            slices = (following[:length] for length in range(len(following), -1, -TOKEN_NBYTES))
+            tails = (tail for tail in slices if tail in self.checkpoints)
+        for tail in tails:
+            yield self.checkpoints[tail]
+
+
 @dataclass(eq=False)
 class Checkpoint:
-    """The states after `position` tokens: the node's text and `tail`, fewer tokens than a match unit.
+    """The states after `position` tokens: the run's text up to `depth` and `tail`, fewer tokens than a match unit.
 
     `blocks` hold the tail's entries, one page per paged group; there are none when the tail is empty. Without state groups it
     marks a partly filled block that may be resumed from at any of its tokens.
     """
 
-    node: Node
+    run: Run
+    depth: int
     tail: bytes
     slots: list[int]
     blocks: list[int]
@@ -89,15 +139,17 @@ class Checkpoint:
 
     @property
     def position(self) -> int:
-        return self.node.depth + len(self.tail) // TOKEN_NBYTES
+        return self.depth + len(self.tail) // TOKEN_NBYTES
 
 
 @dataclass(eq=False)
-class WindowBlock:
-    """A node's block of one window group, which may go while deeper text stays."""
+class WindowSpan:
+    """Blocks of one window group from `start` to `end` tokens on a run, which may go while deeper text stays."""
 
-    node: Node
+    run: Run
     order: int  # of the group among the paged ones
+    start: int
+    end: int
     stamp: float
     priority: float = 0.0
     ticket: int = 0
@@ -107,155 +159,278 @@ class WindowBlock:
 class TextMatch:
     """How far a prompt's text is known: whole units, then the most similar continuation inside the next unit."""
 
-    path: list[Node]  # from the root to the last whole unit that matches
-    tail_tokens: int = 0  # further tokens that some entry below the last node shares
-    tail_blocks: Sequence[int | None] = field(default_factory=list)  # where those tokens' entries are
-
-    @property
-    def node(self) -> Node:
-        return self.path[-1]
+    data: bytes  # the prompt's tokens, i32 LE
+    path: list[Run]  # from the root to the run where the text parts, all but the last in full
+    depth: int  # tokens in whole units
+    tail_tokens: int = 0  # further tokens that some entry behind them shares
+    tail_blocks: Sequence[int] = field(default_factory=list)  # where those tokens' entries are
 
     @property
     def num_tokens(self) -> int:
-        return self.path[-1].depth + self.tail_tokens
+        return self.depth + self.tail_tokens
 
 
 class PrefixIndex:
-    """Tree of nodes for each combination of salt, adapter and model fingerprint."""
+    """A tree of runs for each combination of salt, adapter and model fingerprint."""
 
     def __init__(self, unit: int, num_paged_groups: int, fingerprint: str) -> None:
         self.unit = unit
-        self._unit_nbytes = unit * TOKEN_NBYTES
+        self.unit_nbytes = unit * TOKEN_NBYTES
         self._num_paged = num_paged_groups
         self._fingerprint = fingerprint
-        self._roots: dict[tuple[str, str], Node] = {}
-        self.num_nodes = 0
+        self._roots: dict[tuple[str, str], Run] = {}
+        self._names: dict[Run, tuple[str, str]] = {}
+        self._root_keys: dict[Run, bytes] = {}
         self.num_checkpoints = 0
 
-    def root(self, salt: str, adapter: str = "") -> Node:
+    # -- lookup ---------------------------------------------------------------------------------------------------------
+
+    def root(self, salt: str, adapter: str = "") -> Run:
         """The root for a salt and adapter; requests under different roots share nothing."""
-        node = self._roots.get((salt, adapter))
-        if node is None:
-            digest = hashlib.sha256(b"hybridserve-prefix-1")
-            for text in (salt, adapter, self._fingerprint):
-                encoded = text.encode()
-                digest.update(len(encoded).to_bytes(4, "little") + encoded)
-            node = Node(digest.digest(), None, b"", 0, [None] * self._num_paged)
-            self._roots[salt, adapter] = node
-        return node
+        root = self._roots.get((salt, adapter))
+        if root is None:
+            root = self._roots[salt, adapter] = Run(None, 0, b"", [array("i") for _ in range(self._num_paged)])
+            self._names[root] = (salt, adapter)
+            self._root_keys[root] = self._root_key(salt, adapter)
+        return root
 
-    def forget_root(self, node: Node) -> None:
+    def forget_root(self, root: Run) -> None:
         """Drop a root that nothing hangs from any more, so that salts do not pile up."""
-        for name, root in self._roots.items():
-            if root is node and not node.children and not node.checkpoints and not node.num_users:
-                del self._roots[name]
-                return
+        if not root.points and not root.num_users and root in self._names:
+            del self._roots[self._names.pop(root)], self._root_keys[root]
 
-    def match_text(self, root: Node, tokens: bytes) -> TextMatch:
-        """The longest known text that `tokens` (i32 LE) begins with."""
-        step, node, at = self._unit_nbytes, root, 0
-        path = [root]
-        while (child := node.children.get(tokens[at : at + step])) is not None:
-            node = child
-            path.append(node)
-            at += step
-        match = TextMatch(path)
-        rest = tokens[at : at + step]
+    def match_text(self, root: Run, data: bytes) -> TextMatch:
+        """The longest known text that `data` (token ids, i32 LE) begins with."""
+        step, run, at = self.unit_nbytes, root, 0
+        match = TextMatch(data, [root], 0)
+        while (child := run.children.get(data[at : at + step])) is not None:
+            match.path.append(child)
+            run = child
+            if data.startswith(child.tokens, at):
+                at += len(child.tokens)
+            else:
+                at += common_units(child.tokens, memoryview(data)[at:], step) * step
+                break
+        match.depth = at // TOKEN_NBYTES
+        rest = data[at : at + step]
         if rest:
-            self._match_tail(match, rest)
+            self._match_tail(match, run, rest)
         return match
 
-    def _match_tail(self, match: TextMatch, rest: bytes) -> None:
-        node = match.node
-        at = bisect_left(node.edges, rest)
-        for edge in node.edges[max(at - 1, 0) : at + 1]:
+    def _match_tail(self, match: TextMatch, run: Run, rest: bytes) -> None:
+        """Find the entry behind the whole units that shares most tokens with `rest`."""
+        at = (match.depth - run.start) // self.unit
+        own = bytes(run.tokens[at * self.unit_nbytes : (at + 1) * self.unit_nbytes])
+        if own:
+            match.tail_tokens, match.tail_blocks = _common_tokens(own, rest), [blocks[at] for blocks in run.blocks]
+        point = run.points.get(match.depth)
+        if point is None:
+            return
+        near = bisect_left(point.edges, rest)
+        for edge in point.edges[max(near - 1, 0) : near + 1]:
             shared = _common_tokens(edge, rest)
             if shared > match.tail_tokens:
-                entry = node.children.get(edge) or node.checkpoints[edge]
-                match.tail_tokens, match.tail_blocks = shared, entry.blocks
+                child = run.children.get(edge)
+                blocks = [blocks[0] for blocks in child.blocks] if child is not None else point.checkpoints[edge].blocks
+                match.tail_tokens, match.tail_blocks = shared, blocks
 
-    def checkpoints_on(self, match: TextMatch, tokens: bytes, limit: int) -> Iterator[Checkpoint]:
-        """Checkpoints that `tokens` passes through, the deepest first, at most `limit` tokens deep."""
-        for node in reversed(match.path):
-            if not node.checkpoints:
-                continue
-            start = node.depth * TOKEN_NBYTES
-            for num_tail in range(min(self.unit - 1, limit - node.depth), -1, -1):
-                checkpoint = node.checkpoints.get(tokens[start : start + num_tail * TOKEN_NBYTES])
-                # Near the end of the text a longer slice equals a shorter one; its own length decides.
-                if checkpoint is not None and checkpoint.position == node.depth + num_tail:
-                    yield checkpoint
+    def checkpoints_on(self, path: Sequence[Run], data: bytes, depth: int, limit: int) -> Iterator[Checkpoint]:
+        """Checkpoints that a prompt passes whose text is known for `depth` tokens along `path`; the deepest first.
 
-    def add_node(self, parent: Node, tokens: bytes, blocks: list[int | None]) -> tuple[Node, bool]:
-        """The node for one more unit of text, and whether it is new. An existing one is left as it is."""
-        node = parent.children.get(tokens)
-        if node is not None:
-            return node, False
-        node = Node(self.child_key(parent.key, tokens), parent, tokens, parent.depth + self.unit, blocks)
-        parent.children[tokens] = node
-        insort(parent.edges, tokens)
-        self.num_nodes += 1
-        return node, True
+        At most `limit` tokens deep.
+        """
+        for run in reversed(path):
+            for at in reversed(run.depths[: bisect_right(run.depths, min(depth, limit))]):
+                most = min(self.unit - 1, limit - at)
+                following = data[at * TOKEN_NBYTES : (at + most) * TOKEN_NBYTES]
+                yield from run.points[at].on_way(following)
+
+    def position_before(self, checkpoint: Checkpoint) -> int:
+        """Position of the nearest checkpoint on the way to this one, 0 if there is none."""
+        run, depth, following = checkpoint.run, checkpoint.depth, checkpoint.tail[:-TOKEN_NBYTES]
+        if checkpoint.tail:
+            nearest = next(run.points[depth].on_way(following), None)
+            if nearest is not None:
+                return nearest.position
+        following = b""
+        while True:
+            for at in reversed(run.depths[: bisect_left(run.depths, depth)]):
+                offset = (at - run.start) * TOKEN_NBYTES
+                inside = bytes(run.tokens[offset : offset + self.unit_nbytes - TOKEN_NBYTES])
+                nearest = next(run.points[at].on_way(inside or following), None)
+                if nearest is not None:
+                    return nearest.position
+            if run.parent is None:
+                return 0
+            following = bytes(run.tokens[: self.unit_nbytes - TOKEN_NBYTES])
+            run, depth = run.parent, run.start + 1
+
+    # -- growth ---------------------------------------------------------------------------------------------------------
+
+    def add_run(self, parent: Run, tokens: bytes, blocks: "list[array[int]]") -> Run:
+        """A new run of whole units behind `parent`, where nothing begins with its first unit yet."""
+        run = Run(parent, parent.end, tokens, blocks)
+        first = tokens[: self.unit_nbytes]
+        parent.children[first] = run
+        insort(parent.point(parent.end).edges, first)
+        return run
+
+    def extend(self, run: Run, tokens: bytes, blocks: "list[array[int]]") -> None:
+        """More whole units at the end of a run that nothing else goes on from."""
+        run.tokens += tokens
+        for mine, more in zip(run.blocks, blocks, strict=True):
+            mine.extend(more)
+
+    def cut(self, run: Run, depth: int) -> Run:
+        """Cut a run in two at `depth`, inside it; returns the upper part. `run` remains as the lower one."""
+        units = (depth - run.start) // self.unit
+        nbytes = units * self.unit_nbytes
+        parent = run.parent
+        assert parent is not None, "a root has no inside"
+        assert 0 < nbytes < len(run.tokens), f"depth {depth} is not inside the run from {run.start} to {run.end}"
+        upper = Run(parent, run.start, bytes(run.tokens[:nbytes]), [blocks[:units] for blocks in run.blocks])
+        upper.stamp = run.stamp
+        upper.keys = run.keys[: units * KEY_NBYTES]
+        at = bisect_right(run.depths, depth)
+        upper.depths, run.depths = run.depths[:at], run.depths[at:]
+        at = bisect_right(run.lost, depth)
+        upper.lost, run.lost = run.lost[:at], run.lost[at:]
+        upper.points = {depth: run.points.pop(depth) for depth in upper.depths}
+        for point in upper.points.values():
+            for checkpoint in point.checkpoints.values():
+                checkpoint.run = upper
+        parent.children[bytes(run.tokens[: self.unit_nbytes])] = upper
+        del run.tokens[:nbytes], run.keys[: units * KEY_NBYTES]
+        for blocks in run.blocks:
+            del blocks[:units]
+        run.start, run.parent = depth, upper
+        self._share_spans(run, upper)
+        first = bytes(run.tokens[: self.unit_nbytes])
+        upper.children[first] = run
+        insort(upper.point(depth).edges, first)
+        return upper
 
     @staticmethod
-    def child_key(parent: bytes, tokens: bytes) -> bytes:
-        """Key of the text that continues `parent`'s by one unit."""
-        return hashlib.sha256(parent + tokens).digest()
+    def _share_spans(lower: Run, upper: Run) -> None:
+        """Give the window blocks that wait for eviction to the part of the run that has them now."""
+        spans, lower.spans = lower.spans, []
+        for span in spans:
+            if span.end <= upper.end:
+                span.run = upper
+                upper.spans.append(span)
+                continue
+            if span.start < upper.end:
+                upper.spans.append(WindowSpan(upper, span.order, span.start, upper.end, span.stamp, span.priority))
+                span.start = upper.end
+            lower.spans.append(span)
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Hang a checkpoint from its node, which has none at that text yet."""
-        checkpoint.node.checkpoints[checkpoint.tail] = checkpoint
-        insort(checkpoint.node.edges, checkpoint.tail)
+        """Hang a checkpoint from its run, which has none at that text yet."""
+        point = checkpoint.run.point(checkpoint.depth)
+        point.checkpoints[checkpoint.tail] = checkpoint
+        if checkpoint.tail:
+            insort(point.edges, checkpoint.tail)
         self.num_checkpoints += 1
+
+    # -- removal --------------------------------------------------------------------------------------------------------
 
     def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Take a checkpoint out of the tree."""
-        node = checkpoint.node
-        del node.checkpoints[checkpoint.tail]
-        del node.edges[bisect_left(node.edges, checkpoint.tail)]
+        run, point = checkpoint.run, checkpoint.run.points[checkpoint.depth]
+        del point.checkpoints[checkpoint.tail]
+        if checkpoint.tail:
+            del point.edges[bisect_left(point.edges, checkpoint.tail)]
+        if not point.checkpoints and not point.edges:
+            run.drop_point(checkpoint.depth)
+        if checkpoint.position not in run.lost:
+            insort(run.lost, checkpoint.position)
         checkpoint.evicted = True
         self.num_checkpoints -= 1
 
-    @staticmethod
-    def position_before(checkpoint: Checkpoint) -> int:
-        """Position of the nearest checkpoint on the way to this one, 0 if there is none."""
-        node, tail = checkpoint.node, checkpoint.tail
-        nearest = max((c.position for c in node.checkpoints.values() if c.tail != tail and tail.startswith(c.tail)), default=None)
-        while nearest is None:
-            if node.parent is None:
-                return 0
-            edge, node = node.tokens, node.parent
-            nearest = max((c.position for c in node.checkpoints.values() if edge.startswith(c.tail)), default=None)
-        return nearest
+    def trim(self, run: Run, depth: int) -> None:
+        """Drop a run's text behind `depth`; the whole run when nothing is left of it."""
+        assert not run.children, "a parent may not go before its children"
+        assert depth >= run.kept, "text may not go before the states that need it"
+        assert run.parent is not None, "a root is not evicted"
+        units = (depth - run.start) // self.unit
+        if not units:
+            first = bytes(run.tokens[: self.unit_nbytes])
+            del run.parent.children[first]
+            point = run.parent.points[run.start]
+            del point.edges[bisect_left(point.edges, first)]
+            if not point.checkpoints and not point.edges:
+                run.parent.drop_point(run.start)
+            run.evicted = True
+            return
+        for span in run.spans:
+            span.start, span.end = min(span.start, depth), min(span.end, depth)
+        run.spans = [span for span in run.spans if span.start < span.end]
+        del run.lost[bisect_right(run.lost, depth + self.unit) :]
+        del run.tokens[units * self.unit_nbytes :], run.keys[units * KEY_NBYTES :]
+        for blocks in run.blocks:
+            del blocks[units:]
 
-    def remove_node(self, node: Node) -> None:
-        """Take a node without children and checkpoints out of the tree."""
-        assert node.parent is not None, "a root is not evicted"
-        assert not node.children, "a parent may not go before its children"
-        assert not node.checkpoints, "text may not go before the states that need it"
-        del node.parent.children[node.tokens]
-        del node.parent.edges[bisect_left(node.parent.edges, node.tokens)]
-        node.evicted = True
-        self.num_nodes -= 1
+    # -- keys -----------------------------------------------------------------------------------------------------------
 
-    def roots(self) -> list[Node]:
-        return list(self._roots.values())
+    def keys(self, run: Run) -> bytearray:
+        """The keys of all units of a run, KEY_NBYTES each. Hashes what was not hashed before."""
+        chain = [run]
+        while not chain[-1].keys and chain[-1].parent is not None:
+            chain.append(chain[-1].parent)
+        for one in reversed(chain):
+            self._hash(one)
+        return run.keys
 
-    def walk(self) -> Iterator[Node]:
-        """Every node, roots included."""
-        stack = self.roots()
+    def last_key(self, run: Run, depth: int) -> bytes:
+        """The key of a run's text up to `depth`; that of the text before it when `depth` is its start."""
+        if run.parent is None:
+            return self._root_keys[run]
+        if depth == run.start:
+            return self.last_key(run.parent, depth)
+        at = (depth - run.start) // self.unit
+        return bytes(self.keys(run)[(at - 1) * KEY_NBYTES : at * KEY_NBYTES])
+
+    def _hash(self, run: Run) -> None:
+        if run.parent is None:
+            return
+        key = bytes(run.keys[-KEY_NBYTES:]) or (bytes(run.parent.keys[-KEY_NBYTES:]) or self._root_keys[run.parent])
+        for at in range(len(run.keys) // KEY_NBYTES * self.unit_nbytes, len(run.tokens), self.unit_nbytes):
+            key = child_key(key, run.tokens[at : at + self.unit_nbytes])
+            run.keys += key
+
+    def _root_key(self, salt: str, adapter: str) -> bytes:
+        digest = hashlib.sha256(b"hybridserve-prefix-1")
+        for text in (salt, adapter, self._fingerprint):
+            encoded = text.encode()
+            digest.update(len(encoded).to_bytes(4, "little") + encoded)
+        return digest.digest()
+
+    # -- checks ---------------------------------------------------------------------------------------------------------
+
+    def walk(self) -> Iterator[Run]:
+        """Every run, roots included."""
+        stack = list(self._roots.values())
         while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+            run = stack.pop()
+            yield run
+            stack.extend(run.children.values())
 
 
-def _common_tokens(a: bytes, b: bytes) -> int:
+def child_key(parent: bytes, tokens: bytes | bytearray) -> bytes:
+    """Key of the text that continues that of key `parent` by one unit."""
+    return hashlib.sha256(parent + tokens).digest()
+
+
+def common_units(a: bytes | bytearray | memoryview, b: bytes | bytearray | memoryview, unit_nbytes: int) -> int:
+    """Whole units that two i32 LE byte strings share from the start."""
+    return _common_tokens(a, b) * TOKEN_NBYTES // unit_nbytes
+
+
+def _common_tokens(a: bytes | bytearray | memoryview, b: bytes | bytearray | memoryview) -> int:
     """Tokens that two i32 LE byte strings share from the start."""
-    if a == b:
-        return len(a) // TOKEN_NBYTES
-    length = min(len(a), len(b))
-    left: NDArray[np.int32] = np.frombuffer(a, np.int32, length // TOKEN_NBYTES)
-    right: NDArray[np.int32] = np.frombuffer(b, np.int32, length // TOKEN_NBYTES)
-    different = np.flatnonzero(left != right)
-    return int(different[0]) if len(different) else length // TOKEN_NBYTES
+    length = min(len(a), len(b)) // TOKEN_NBYTES
+    left: NDArray[np.int32] = np.frombuffer(a, np.int32, length)
+    right: NDArray[np.int32] = np.frombuffer(b, np.int32, length)
+    different = left != right
+    at = int(different.argmax()) if length else 0
+    return at if length and different[at] else length
