@@ -41,8 +41,8 @@ class Simulation:
         self.ended: dict[str, Ended] = {}
         self.num_computed = 0
 
-    def step(self) -> Plan | None:
-        """Plan, run and commit one step."""
+    def step(self, failing: int | None = None) -> Plan | None:
+        """Plan, run and commit one step. The logits of the `failing`-th sequence that samples, if there is one, are bad."""
         plan = self.scheduler.plan()
         for ended in self.scheduler.take_failed():
             self.ended[ended.running.request.request_id] = ended
@@ -55,9 +55,16 @@ class Simulation:
                     self.entries[copy.group, copy.target, offset] = source
         sampled = self._run(plan)
         self.num_computed += plan.num_tokens
-        for ended in self.scheduler.commit(plan, sampled):
+        failed = np.arange(len(sampled)) == failing
+        for at in np.flatnonzero(failed):  # its token is none
+            self._forget_last(plan, int(at))
+        for ended in self.scheduler.commit(plan, sampled, failed):
             self.ended[ended.running.request.request_id] = ended
         return plan
+
+    def _forget_last(self, plan: Plan, at: int) -> None:
+        running = self.scheduler.seats.running[plan.seats[plan.samples][at]]
+        self.outputs[running.request.request_id].pop()
 
     def _run(self, plan: Plan) -> Ints:
         self._write_entries(plan)
