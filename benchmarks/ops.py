@@ -1,9 +1,10 @@
-"""The CPU's operations on the native kernels and on plain torch, at the shapes of Qwen3.5-0.8B, beside what the machine could do.
+"""The CPU's operations on the native kernels and on plain torch, beside what the machine could do.
 
     python -m benchmarks.ops [--threads N] [--only linear] [--rounds 9]
 
 Both backends run alternately and the medians are printed, with the floor of each case: the time to read and write its bytes once,
-or to do its arithmetic, whichever is longer, at rates that are measured first.
+or to do its arithmetic, whichever is longer, at rates that are measured first. Shapes are those of Qwen3.5-0.8B; of operations
+that it has not, those of GLM-5.3-Flash, Qwen3.8-Flash-Next and Falcon-Mamba-7B.
 """
 
 import argparse
@@ -134,7 +135,74 @@ def norm_cases() -> Iterator[Case]:
         yield Case(f"{rows} rows", "rms_norm", lambda op, x=x: op(x, weight, 1e-6), 2 * x.nbytes, 4 * x.numel())
 
 
-CASES = (linear_cases, delta_rule_cases, attention_cases, conv_cases, moe_cases, norm_cases)
+def index_cases() -> Iterator[Case]:
+    """GLM-5.3-Flash: 512 of the pooled keys of 4 tokens each."""
+    heads, size, pool, selected = 32, 128, 4, 512
+    situations = (("decode 8, 8192 tokens", [1] * 8, 8191), ("prefill 256, no choice", [256], 0))
+    for name, rows, context in (*situations, ("prefill 256 after 7936", [256], 7936)):
+        batch, _, table = make_batch(rows, context)
+        keys = torch.randn(table.block_tables.numel(), BLOCK_SIZE // pool, size).to(DTYPE)
+        q, weights = torch.randn(sum(rows), heads, size).to(DTYPE), torch.randn(sum(rows), heads)
+
+        def run(op: Operation, inputs=(q, weights, keys), batch=batch, table=table) -> object:
+            return op(*inputs, batch, table, num_selected=selected)
+
+        pairs = 0 if context == 0 else sum(count * (context + count / 2) / pool for count in rows)
+        yield Case(name, "index_select", run, keys.nbytes + 4 * sum(rows) * selected, 2 * pairs * heads * size)
+
+
+def selected_cases() -> Iterator[Case]:
+    """2,048 tokens of 8,192: heads of Qwen3.8-Flash-Next, and GLM-5.3-Flash's latents, of which keys and values are one."""
+    for model, (heads, key_heads, size) in (("qwen", (24, 2, 256)), ("glm", (64, 1, 512))):
+        for name, rows, context in (("decode 8", [1] * 8, 8191), ("prefill 128", [128], 8064)):
+            batch, _, table = make_batch(rows, context)
+            k = torch.randn(table.block_tables.numel(), BLOCK_SIZE, key_heads, size).to(DTYPE)
+            v = k if model == "glm" else torch.randn_like(k)
+            q = torch.randn(sum(rows), heads, size).to(DTYPE)
+            groups = torch.rand(sum(rows), context // 4).argsort(1)[:, :512].sort(1).values
+            selected = (4 * groups[..., None] + torch.arange(4)).flatten(1).int()
+
+            def run(op: Operation, inputs=(q, k, v, selected), batch=batch, table=table, size=size) -> object:
+                return op(*inputs, batch, table, scale=size**-0.5)
+
+            read = len(rows) * (2048 if len(rows) > 1 else 8192) * key_heads * size * 2 * (1 if model == "glm" else 2)
+            yield Case(f"{model}, {name}", "selected_attention", run, read, 4 * sum(rows) * 2048 * heads * size)
+
+
+def scan_cases() -> Iterator[Case]:
+    channels, size = 8192, 16
+    A = -torch.rand(channels, size)
+    for name, rows in (("decode 1", [1]), ("decode 8", [1] * 8), ("prefill 512", [512])):
+        batch, table, _ = make_batch(rows)
+        x, dt = torch.randn(sum(rows), channels).to(DTYPE), torch.rand(sum(rows), channels) * 0.1
+        b, c = (torch.randn(sum(rows), size).to(DTYPE) for _ in range(2))
+        state = torch.zeros(len(rows), channels, size)
+
+        def run(op: Operation, inputs=(x, dt, A, b, c), state=state, batch=batch, table=table) -> object:
+            return op(*inputs, state, batch, table)
+
+        # An exponential of a state element is about eight operations beside the five of its update.
+        yield Case(name, "selective_scan", run, 2 * state.nbytes + 10 * x.numel(), 13 * x.numel() * size)
+
+
+def trailing_cases() -> Iterator[Case]:
+    """The raw index keys of an open group of four, as GLM-5.3-Flash keeps them."""
+    width, size = 4, 257
+    for name, rows in (("decode 8", [1] * 8), ("prefill 1024", [1024])):
+        batch, table, _ = make_batch(rows)
+        x, window = torch.randn(sum(rows), size).to(DTYPE), torch.zeros(len(rows), width - 1, size, dtype=DTYPE)
+        wanted = torch.arange(sum(rows))[:: 1 if len(rows) > 1 else 4]
+
+        def run(op: Operation, inputs=(x, wanted, window), batch=batch, table=table) -> object:
+            return op(*inputs, batch, table)
+
+        yield Case(name, "trailing", run, 2 * len(wanted) * width * size * 2, 0)
+
+
+CASES = (
+    *(linear_cases, delta_rule_cases, attention_cases, conv_cases, moe_cases, norm_cases),
+    *(index_cases, selected_cases, scan_cases, trailing_cases),
+)
 
 
 def measure(case: Case, operations: tuple[Operation, ...], rounds: int) -> list[float]:
@@ -151,7 +219,7 @@ def measure(case: Case, operations: tuple[Operation, ...], rounds: int) -> list[
 def main() -> None:
     parser = argparse.ArgumentParser(description="Operations of the CPU backends")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--only", help="one operation")
+    parser.add_argument("--only", nargs="+", help="some operations")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -161,14 +229,17 @@ def main() -> None:
         raise SystemExit(f"no native kernels here: {native.reason}")
     rates = floors.measure()
     print(f"{rates}\nnative: {native.reason}; reference: {plain.reason}\n")
-    print(f"{'operation':<18}{'case':<24}{'native ms':>10}{'reference ms':>14}{'floor ms':>10}")
+    print(f"{'operation':<20}{'case':<24}{'native ms':>10}{'reference ms':>14}{'floor ms':>10}")
     with torch.inference_mode():
         for case in itertools.chain.from_iterable(cases() for cases in CASES):
-            if options.only in (None, case.operation):
-                times = measure(case, (native.ops[case.operation], plain.ops[case.operation]), options.rounds)
+            if options.only is None or case.operation in options.only:
+                offered = [ops[case.operation] for ops in (native.ops, plain.ops) if case.operation in ops]
+                times = measure(case, tuple(offered), options.rounds)
                 milliseconds = [f"{seconds * 1e3:.3f}" for seconds in (*times, case.floor_s(rates))]
+                if len(offered) == 1:
+                    milliseconds.insert(0, "-")
                 print(
-                    f"{case.operation:<18}{case.name:<24}{milliseconds[0]:>10}{milliseconds[1]:>14}{milliseconds[2]:>10}",
+                    f"{case.operation:<20}{case.name:<24}{milliseconds[0]:>10}{milliseconds[1]:>14}{milliseconds[2]:>10}",
                     flush=True,
                 )
 

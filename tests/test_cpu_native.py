@@ -205,6 +205,31 @@ def test_a_recurrence_has_the_same_bits_however_it_is_cut(passes: tuple[int, ...
     assert torch.equal(whole[1], cut[1])
 
 
+def run_selective(passes: tuple[int, ...], channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A sequence in passes of given lengths. Returns y: [50, channels] and the state after: [channels, 7]."""
+    x, dt = random(50, channels, dtype=dtype, seed=1), random(50, channels, seed=2).abs()
+    b, c, A = random(50, 7, dtype=dtype, seed=3), random(50, 7, dtype=dtype, seed=4), -random(channels, 7, seed=5).abs()
+    pool = random(3, channels, 7)
+    outputs, done = [], 0
+    for length in passes:
+        here = slice(done, done + length)
+        batch, table = one_state_pass(Rows(length, start=1, writes=((length - 1, 1),)))
+        outputs.append(op("selective_scan")(x[here], dt[here], A, b[here], c[here], pool, batch, table))
+        done += length
+    return torch.cat([y for y in outputs if y is not None]), pool[1]
+
+
+@compiled
+@DTYPES
+@pytest.mark.parametrize("channels", [1, 8, 67, 130])
+def test_a_selective_scan_has_the_same_bits_however_it_is_cut(channels: int, dtype: torch.dtype) -> None:
+    whole = run_selective((50,), channels, dtype)
+    for passes in ((1,) * 50, (2, 16, 17, 15), (49, 1)):
+        cut = run_selective(passes, channels, dtype)
+        assert torch.equal(whole[0], cut[0])
+        assert torch.equal(whole[1], cut[1])
+
+
 def run_conv(passes: tuple[int, ...], dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
     """A sequence in passes of given lengths. Returns y: [50, 300] and the window after: [width - 1, 300]."""
     x, weight, bias = random(50, 300, dtype=dtype), random(300, width, dtype=dtype, seed=1), random(300, dtype=dtype, seed=2)

@@ -14,6 +14,7 @@ from hybridserve.backends.cpu.library import Library
 from hybridserve.backends.cpu.linear import MAX_ROWS_BESIDE_BF16_HARDWARE, NativeLinear
 from hybridserve.backends.cpu.norms import NativeNorms
 from hybridserve.backends.cpu.recurrence import NativeRecurrence
+from hybridserve.backends.cpu.scan import NativeSelectiveScan
 from hybridserve.backends.offer import Offer, Operation
 from hybridserve.config import user_cache_folder
 from hybridserve.errors import MissingDependencyError
@@ -49,8 +50,10 @@ def _operations(library: Library, bf16_hardware: bool) -> dict[str, Operation]:
         "gated_rms_norm": norms.gated_rms_norm,
         "kv_write": attention.kv_write,
         "paged_attention": attention.paged_attention,
+        "selected_attention": attention.selected_attention,
         "short_conv": NativeShortConv(library),
         "delta_rule": recurrence.delta_rule,
         "linear_scan": recurrence.linear_scan,
+        "selective_scan": NativeSelectiveScan(library),
         "moe": NativeMoe(library, bf16_hardware),
     }

@@ -2,7 +2,8 @@
 //
 // A query vector is one head of one row. Keys are cut into segments at fixed positions; each segment has its own softmax, and segments are
 // merged from left to right. Vectors that share a key head are taken together in tiles. So a vector's result has the same bits whatever
-// tile, pass, batch or number of threads it is computed in. Entries that no row of a tile sees are never read.
+// tile, pass, batch or number of threads it is computed in. Entries that no row of a tile sees are never read. A row for which tokens
+// are named has tiles of its own, which take those in place of the first so many.
 #include "product.h"
 
 #include <vector>
@@ -49,6 +50,7 @@ struct Attention {
 struct Tile {
     int64_t sequence, key_head, first, count;
     int64_t begin, end; // tokens that any of its rows sees
+    const int32_t *named; // or null: then token i is the i-th of the sequence
 
     int64_t segments() const { return (end - 1) / SEGMENT - begin / SEGMENT + 1; }
 };
@@ -74,13 +76,28 @@ std::vector<Tile> tiles_of(const Attention &a) {
             for (int64_t first = 0; first < vectors; first += TILE) {
                 int64_t count = smaller(TILE, vectors - first);
                 int64_t begin = larger(0, position_of(a, s, first) - a.window + 1);
-                tiles.push_back({s, h, first, count, begin, position_of(a, s, first + count - 1) + 1});
+                tiles.push_back({s, h, first, count, begin, position_of(a, s, first + count - 1) + 1, nullptr});
             }
     }
     return tiles;
 }
 
+// Tiles of single rows. named: [T, count], of which the first num_named[row] are tokens.
+std::vector<Tile> tiles_of_rows(const Attention &a, const int32_t *named, const std::vector<int64_t> &num_named, int64_t count) {
+    std::vector<Tile> tiles;
+    for (int64_t s = 0; s < a.num_sequences; s++)
+        for (int64_t row = a.cu_seqlens[s]; row < a.cu_seqlens[s + 1]; row++)
+            for (int64_t h = 0; h < a.key_heads; h++)
+                for (int64_t at = 0; at < a.group(); at += TILE) {
+                    int64_t first = (row - a.cu_seqlens[s]) * a.group() + at;
+                    tiles.push_back({s, h, first, smaller(TILE, a.group() - at), 0, num_named[row], named + row * count});
+                }
+    return tiles;
+}
+
 template <class T> const T *entry(const Attention &a, const CacheView &cache, const Tile &tile, int64_t token) {
+    if (tile.named != nullptr)
+        token = tile.named[token];
     int64_t block = a.block_tables[tile.sequence * a.table_stride + token / a.block_size];
     int64_t offset = block * cache.block_stride + token % a.block_size * cache.token_stride + tile.key_head * cache.head_stride;
     return static_cast<const T *>(cache.data) + offset;
@@ -236,7 +253,7 @@ template <class T> void attend_segment(const Attention &a, const Tile &tile, con
     int64_t origin = segment * SEGMENT, begin = larger(origin, tile.begin), end = smaller(origin + SEGMENT, tile.end);
     score<T>(a, tile, x, origin, begin, end, w.scores, w.panel);
     for (int64_t i = 0; i < tile.count; i++) {
-        int64_t position = position_of(a, tile.sequence, tile.first + i);
+        int64_t position = tile.named == nullptr ? position_of(a, tile.sequence, tile.first + i) : end - 1;
         int64_t first = smaller(larger(begin, position - a.window + 1), end) - origin, last = smaller(end, position + 1) - origin;
         exponentials(a, w.scores + i * SCORE_STRIDE, first, last, end - origin, part.most + i, part.total + i);
     }
@@ -328,8 +345,7 @@ template <class T> void attend_split(const Attention &a, const std::vector<Tile>
     }
 }
 
-template <class T> void attend(const Attention &a) {
-    std::vector<Tile> tiles = tiles_of(a);
+template <class T> void attend(const Attention &a, const std::vector<Tile> &tiles) {
     int64_t count = int64_t(tiles.size()), work = 0;
     for (const Tile &tile : tiles)
         work += (tile.end - tile.begin) * tile.count * (a.key_size + a.value_size);
@@ -387,9 +403,52 @@ extern "C" void hs_paged_attention(const void *q, int32_t q_is_bf16, int64_t q_r
                 out_is_bf16 != 0,
                 threads};
     if (cache_is_bf16)
-        attend<bf16>(a);
+        attend<bf16>(a, tiles_of(a));
     else
-        attend<float>(a);
+        attend<float>(a, tiles_of(a));
+}
+
+// As above without window, softcap and sinks. selected: [T, num_selected], negative for none.
+extern "C" void hs_selected_attention(const void *q, int32_t q_is_bf16, int64_t q_row, int64_t q_head, const void *k, int64_t k_block,
+                                      int64_t k_token, int64_t k_head, const void *v, int64_t v_block, int64_t v_token, int64_t v_head,
+                                      int32_t cache_is_bf16, const int32_t *block_tables, int64_t table_stride, int64_t block_size,
+                                      const int32_t *selected, int64_t num_selected, const int32_t *cu_seqlens, const int32_t *kv_lens,
+                                      int64_t num_sequences, int64_t heads, int64_t key_heads, int64_t key_size, int64_t value_size,
+                                      float scale, void *out, int32_t out_is_bf16, int32_t threads) {
+    Attention a{{q, q_is_bf16 != 0},
+                q_row,
+                q_head,
+                {k, k_block, k_token, k_head},
+                {v, v_block, v_token, v_head},
+                block_tables,
+                table_stride,
+                block_size,
+                cu_seqlens,
+                kv_lens,
+                num_sequences,
+                heads,
+                key_heads,
+                key_size,
+                value_size,
+                scale,
+                INT64_MAX / 2,
+                0.0f,
+                {nullptr, false},
+                out,
+                out_is_bf16 != 0,
+                threads};
+    int64_t rows = cu_seqlens[num_sequences];
+    std::vector<int32_t> named(rows * num_selected);
+    std::vector<int64_t> num_named(rows);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < num_selected; i++)
+            if (selected[row * num_selected + i] >= 0)
+                named[row * num_selected + num_named[row]++] = selected[row * num_selected + i];
+    std::vector<Tile> tiles = tiles_of_rows(a, named.data(), num_named, num_selected);
+    if (cache_is_bf16)
+        attend<bf16>(a, tiles);
+    else
+        attend<float>(a, tiles);
 }
 
 // values: [T, size] with row stride; cache: entries of `size` elements, at block and token strides; index: block * block_size + token.

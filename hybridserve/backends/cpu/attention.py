@@ -10,14 +10,15 @@ from torch import Tensor
 
 from hybridserve.backends.cpu.library import Kernel, Library, covers, dense_rows, elements, heads
 from hybridserve.backends.reference import attention as reference
+from hybridserve.backends.reference import indexed
 from hybridserve.batch import Batch, PagedTable
 
 _NO_WINDOW = 2**62
 
 
 class NativeAttention:
-    """`ops.PagedAttention` and `ops.KvWrite`. Handed over to the reference: element types other than fp32 and bf16, keys
-    and values of different types, and caches that are not dense in the last dimension.
+    """`ops.PagedAttention`, `ops.SelectedAttention` and `ops.KvWrite`. Handed over to the reference: element types other than
+    fp32 and bf16, keys and values of different types, and caches that are not dense in the last dimension.
 
     Keys are cut into segments at fixed positions and merged in order, so a row's result is the same bits in decode,
     prefill and verification, alone and in any batch, with any number of threads.
@@ -25,6 +26,7 @@ class NativeAttention:
 
     def __init__(self, library: Library) -> None:
         self._attend: Kernel = library.kernel("hs_paged_attention")
+        self._attend_selected: Kernel = library.kernel("hs_selected_attention")
         self._write: Kernel = library.kernel("hs_kv_write")
 
     def paged_attention(
@@ -60,6 +62,29 @@ class NativeAttention:
             *(q.shape[1], k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]),
             *(scale, _NO_WINDOW if window is None else window, softcap or 0.0),
             *(*elements(sinks), *elements(out), torch.get_num_threads()),
+        )
+        return out
+
+    def selected_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, selected: Tensor, batch: Batch, table: PagedTable, *, scale: float
+    ) -> Tensor:
+        """See `ops.SelectedAttention`. q: [T, Hq, K]; k_cache: [B, block_size, Hk, K]; v_cache: [B, block_size, Hk, V];
+        selected: int32 [T, N]. Returns [T, Hq, V] in q's dtype.
+        """
+        if not _takes(q, k_cache, v_cache, None) or selected.dtype != torch.int32:
+            return indexed.selected_attention(q, k_cache, v_cache, selected, batch, table, scale=scale)
+        q, selected = dense_rows(q), selected.contiguous()
+        out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
+        tables = dense_rows(table.block_tables)
+        self._attend_selected(
+            *heads(q),
+            *(k_cache.data_ptr(), *k_cache.stride()[:3]),
+            *(v_cache.data_ptr(), *v_cache.stride()[:3], elements(k_cache)[1]),
+            *(tables.data_ptr(), tables.stride(0), table.block_size),
+            *(selected.data_ptr(), selected.shape[1]),
+            *(batch.cu_seqlens.data_ptr(), batch.kv_lens.data_ptr(), batch.num_sequences),
+            *(q.shape[1], k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]),
+            *(scale, *elements(out), torch.get_num_threads()),
         )
         return out
 

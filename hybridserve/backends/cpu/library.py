@@ -29,8 +29,10 @@ _ARGUMENT: "Mapping[str, type[ctypes._SimpleCData[Any]]]" = {
 _SIGNATURES = {
     "hs_linear": "pni pni p p nnn i",
     "hs_recurrence": "pinn pinn pinn pinni pinn pn pi pppp nn nnnn fii",
+    "hs_selective_scan": "pin pin pin pin p pn p pppp nn nn i",
     "hs_short_conv": "pin pi pi pin p pppp nn nn ii",
     "hs_paged_attention": "pinn pnnn pnnn i pnn ppn nnnn fnf pi pi i",
+    "hs_selected_attention": "pinn pnnn pnnn i pnn pn ppn nnnn f pi i",
     "hs_kv_write": "pin pinn pnnn i",
     "hs_rms_norm": "pinn pi fi p nnn i",
     "hs_gated_rms_norm": "pinn pinn pi fnii p nnn i",
