@@ -1,8 +1,11 @@
 """The kit itself: every built-in layer is enrolled and verified, the command's verdicts, the plug-in, the second example."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from hybridserve.conformance.cases import CASES
 from hybridserve.conformance.checks import ALL_CHECKS, name_of
 from hybridserve.conformance.conduct import check_oracle
 from hybridserve.conformance.judge import judge
-from hybridserve.conformance.plugin import layer_checks
+from hybridserve.conformance.layer_check import layer_checks
 from hybridserve.conformance.subjects import Subject, find_subjects
 from hybridserve.conformance.tolerance import FP32, ConformanceError, Tolerance
 from hybridserve.mixers import mixers
@@ -189,14 +192,66 @@ def test_layers(layer_check):
     layer_check()
 """
 
+MY_LAYER = """
+from hybridserve.mixers.short_conv import ShortConv, ShortConvConfig
+
+
+class MyConfig(ShortConvConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    width: int = 3
+
+
+class MyLayer(ShortConv):
+    Config = MyConfig
+
+
+def quadratic(mixer, x):
+    from hybridserve.conformance.oracles import short_conv
+    return short_conv(mixer, x)
+"""
+
+
+def pytest_in(folder: Path, *arguments: str) -> str:
+    """pytest in a process of its own. The entry point is that of `pyproject.toml`, whenever this environment was installed."""
+    info = folder / "site" / "hybridserve_plugin-1.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hybridserve-plugin\nVersion: 1\n")
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
+    (info / "entry_points.txt").write_text("[pytest11]\n" + "".join(f"{name} = {value}\n" for name, value in points.items()))
+    environment = {**os.environ, "PYTHONPATH": str(info.parent)}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--strict-markers", "-q", "-rs", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
 
 @pytest.mark.slow
 def test_the_mark_makes_a_test_of_every_check(tmp_path: Path) -> None:
     (tmp_path / "test_marked.py").write_text(MARKED)
-    command = [sys.executable, "-m", "pytest", "-p", "hybridserve.conformance.plugin", "--strict-markers", "-q", "-rs"]
-    result = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert f"{2 * len(ALL_CHECKS)} passed, 2 skipped" in result.stdout, result.stdout
-    assert "self-consistent, not verified" in result.stdout
+    printed = pytest_in(tmp_path)
+    assert f"{2 * len(ALL_CHECKS)} passed, 2 skipped" in printed, printed
+    assert "self-consistent, not verified" in printed
+
+
+def test_the_test_on_the_page_runs_as_it_stands(tmp_path: Path) -> None:
+    page = (ROOT / "docs/check-layer.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python test_my_layer.py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "test_my_layer.py").write_text(example)
+    (tmp_path / "my_layer.py").write_text(MY_LAYER)
+    printed = pytest_in(tmp_path)
+    assert f"{len(ALL_CHECKS) + 1} passed" in printed, printed
+
+
+def test_the_plug_in_is_in_no_other_suites_way(tmp_path: Path) -> None:
+    """Its mark may be somebody else's too, and torch is not imported for it."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    layer: of an onion\n")
+    (tmp_path / "test_other.py").write_text(
+        "import sys, pytest\n"
+        "@pytest.mark.layer('outer')\n"
+        "def test_other(request):\n"
+        "    assert request.config.pluginmanager.has_plugin('hybridserve')\n"
+        "    assert not {'torch', 'numpy', 'msgspec'} & set(sys.modules)\n"
+    )
+    assert "1 passed" in (printed := pytest_in(tmp_path)), printed
+    assert "1 failed" in pytest_in(tmp_path, "-p", "no:hybridserve")
 
 
 # --- the example ---
