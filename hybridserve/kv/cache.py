@@ -331,17 +331,55 @@ class PrefixCache:
             self._queue.put_back(entry)
         return pool.has_free or self._arena.num_free > 0
 
+    def own_depth(self, written: Sequence[Checkpoint], run: Run, depth: int, rows: Sequence[NDArray[np.int32]]) -> int:
+        """Where a request's own text begins: before the first unit behind `depth` that has, in some group, the block in `rows`.
+
+        `run` is its text, `rows` are its block tables by paged group. Where text has no blocks, behind its first own state.
+        """
+        if not self._plan.paged:
+            return min((checkpoint.depth for checkpoint in written), default=run.end)
+        while run.evicted and run.parent is not None:
+            run = run.parent
+        first = run.end
+        while run.parent is not None and run.end > depth:
+            start, at = run.start // self._unit, max(depth - run.start, 0) // self._unit
+            for blocks, row in zip(run.blocks, rows, strict=True):
+                same = np.flatnonzero(np.array(blocks[at:], np.int32) == row[start + at : start + len(blocks)])
+                if len(same):
+                    first = min(first, run.start + (at + int(same[0])) * self._unit)
+            run = run.parent
+        return first
+
     def drop(self, written: Sequence[Checkpoint], run: Run, depth: int) -> None:
-        """Drop what a request left that cannot be trusted: its checkpoints, and its text up to `run`'s end behind `depth`."""
+        """Drop what cannot be trusted: these checkpoints, the text to `run`'s end behind `depth`, and all that goes on from it.
+
+        Running requests keep their pages; who goes on from there has an evicted run, and must not add to it.
+        """
         for checkpoint in written:
             if not checkpoint.evicted:
                 self._evict(checkpoint)
-        while run.parent is not None and run.end > depth and not (run.children or run.num_users):
-            upper = run.parent if run.evicted else self._trim(run, max(run.kept, depth))
-            if upper is run:
-                break
-            run = upper
+        while run.evicted and run.parent is not None:
+            run = run.parent
+        branch = None
+        while run.parent is not None and run.end > depth:
+            if run.start < depth:
+                self._cut(run, depth)
+            branch, run = run, run.parent
+        if branch is not None:
+            self._remove(branch)
         self._offer(run)
+
+    def _remove(self, branch: Run) -> None:
+        """Take a run out with all below it, whoever uses it."""
+        found = [branch]
+        for run in found:
+            found += run.children.values()
+        for run in reversed(found):
+            for point in list(run.points.values()):
+                for checkpoint in list(point.checkpoints.values()):
+                    self._evict(checkpoint)
+            if not run.evicted:
+                self._trim(run, run.start)
 
     def clear(self) -> None:
         """Evict all that no request uses."""

@@ -60,7 +60,8 @@ class _Seat:
 
     tokens: NDArray[np.int32]  # the request's row of the token table: valid as far as it is computed
     run: Run  # its text in the index, up to that run's end
-    found: int  # tokens of it that were there when it came
+    found: int  # whole units of it, in tokens, that were there when it came
+    matched: int  # tokens that it resumed from
     stores: bool  # whether what it computes is offered to others
     pinned: bool
     junction: int
@@ -146,7 +147,17 @@ class KVCacheCoordinator:
         """
         run = self._cache.anchor(match, hints.salt)
         stores = self._caching and not hints.no_store
-        record = _Seat(tokens, run, run.end, stores, hints.pin, match.text_tokens, hints.boundaries, num_prompt)
+        record = _Seat(
+            tokens=tokens,
+            run=run,
+            found=run.end,
+            matched=match.num_tokens,
+            stores=stores,
+            pinned=hints.pin,
+            junction=match.text_tokens,
+            boundaries=hints.boundaries,
+            num_prompt=num_prompt,
+        )
         self._seats[seat] = record
         self._cache.use(run, 1)
         self._share(seat, record, match)
@@ -488,9 +499,29 @@ class KVCacheCoordinator:
                 self._own[group.index][seat] = NO_SLOT
         self.room[seat] = 0
         self._next_wanted[seat] = _NEVER
-        self._cache.use(record.run, -1)
         if record.is_distrusted:
-            self._cache.drop(record.written, record.run, record.found)
+            self._drop(seat, record)
+        self._cache.use(record.run, -1)
+
+    def _drop(self, seat: int, record: _Seat) -> None:
+        """Drop what a distrusted seat wrote, and trust nobody who has read it: what they write is of no use to others."""
+        rows = [self._tables[group.index][seat] for group in self.plan.paged]
+        depth = self._cache.own_depth(record.written, record.run, record.found, rows)
+        self._cache.drop(record.written, record.run, depth)
+        for other_seat, other in self._seats.items():
+            has_read = self._has_read(other, record)
+            if has_read or other.run.evicted:
+                other.stores, other.is_distrusted = False, other.is_distrusted or has_read
+                self._set_wanted(other_seat, other, [])
+
+    @staticmethod
+    def _has_read(other: _Seat, record: _Seat) -> bool:
+        """Whether a seat resumed from text behind what `record` had resumed from, which that one may have computed."""
+        if other.matched <= record.matched or _root(other.run) is not _root(record.run):
+            return False
+        length = record.matched + 1
+        return bool((other.tokens[:length] == record.tokens[:length]).all())
+
 
     def clear(self) -> None:
         """Evict all that no request uses."""
@@ -535,3 +566,9 @@ class KVCacheCoordinator:
             owned += pool.superpages()
         free = self._arena.free_set()
         assert sorted([*owned, *free]) == list(range(self._arena.num_superpages)), "superpages are lost or held twice"
+
+
+def _root(run: Run) -> Run:
+    while run.parent is not None:
+        run = run.parent
+    return run
