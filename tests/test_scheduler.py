@@ -302,3 +302,28 @@ def test_a_request_whose_logits_go_bad_leaves_nothing_in_the_cache(layout):
     scheduler.check()
     assert scheduler.explain(bad, CacheHints()).parted_at == 35
     assert scheduler.explain(good, CacheHints()).num_hit == 39
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("also_fails", [True, False])
+def test_what_bad_logits_came_from_goes_also_where_others_resumed_from_it(layout, also_fails):
+    """B waits for A's prefix and goes on from it; then A's logits are bad. Nothing of that prefix is ever found again."""
+    simulation, _ = build(layout, superpages=400, budget=32)
+    scheduler = simulation.scheduler
+    rng = random.Random(1)
+    base = [rng.randrange(VOCAB) for _ in range(60)]
+    prompts = {name: [*base, own, *(rng.randrange(VOCAB) for _ in range(60))] for own, name in enumerate("ab")}
+    for name, prompt in prompts.items():
+        scheduler.add(request(name, prompt))
+    while (plan := scheduler.plan()) is not None:
+        running = [scheduler.seats.running[seat].request.request_id for seat in plan.seats[plan.samples]]
+        failed = np.array([name == "a" or also_fails for name in running], bool)
+        scheduler.commit(plan, np.zeros(len(running), np.int64), failed=failed)
+        scheduler.check()
+    for prompt in prompts.values():
+        told = scheduler.explain([*prompt, 0], CacheHints())
+        assert (told.num_hit, told.num_text) == (0, 0)
+    before = simulation.num_computed
+    run(simulation, request("c", prompts["a"], 1))
+    assert simulation.num_computed - before == len(prompts["a"])
+    assert scheduler.explain(prompts["a"], CacheHints()).num_hit == len(prompts["a"]) - 1
