@@ -230,6 +230,20 @@ def test_a_selective_scan_has_the_same_bits_however_it_is_cut(channels: int, dty
         assert torch.equal(whole[1], cut[1])
 
 
+@compiled
+def test_a_selective_scan_of_other_types_is_the_reference_s() -> None:
+    """And sizes that do not fit each other are an error, not a read beyond the end."""
+    x, dt, A = random(5, 12, seed=1), random(5, 12, seed=2).abs(), -random(12, 3, seed=3).abs()
+    b, c, pool = random(5, 3, seed=4), random(5, 3, seed=5), random(2, 12, 3)
+    batch, table = one_state_pass(Rows(5, start=1, writes=((4, 0),)))
+    expected = op("selective_scan")(x, dt, A, b, c, pool.clone(), batch, table)
+    found = op("selective_scan")(x.double(), dt, A, b, c, pool, batch, table)
+    assert expected is not None
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="do not fit"):
+        op("selective_scan")(x, dt, A, b[:, :2], c, pool, batch, table)
+
+
 def run_conv(passes: tuple[int, ...], dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
     """A sequence in passes of given lengths. Returns y: [50, 300] and the window after: [width - 1, 300]."""
     x, weight, bias = random(50, 300, dtype=dtype), random(300, width, dtype=dtype, seed=1), random(300, dtype=dtype, seed=2)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybridserve.backends.cpu.library import Kernel, Library, covers, dense_rows, elements
 from hybridserve.backends.cpu.states import table_arguments
-from hybridserve.backends.reference import selective_scan as reference
+from hybridserve.backends.reference.selective_scan import selective_scan
 from hybridserve.batch import Batch, StateTable
 
 
@@ -31,7 +31,7 @@ class NativeSelectiveScan:
         Returns [T, C] fp32.
         """
         if not covers(x, dt, b, c) or state.dtype != torch.float32 or not state[0].is_contiguous():
-            return reference.selective_scan(x, dt, A, b, c, state, batch, table)
+            return selective_scan(x, dt, A, b, c, state, batch, table)
         channels, size = state.shape[1:]
         if not (x.shape[1] == dt.shape[1] == A.shape[0] == channels and b.shape[1] == c.shape[1] == A.shape[1] == size):
             raise ValueError(f"x {tuple(x.shape)} and b {tuple(b.shape)} do not fit states {tuple(state.shape[1:])}")
