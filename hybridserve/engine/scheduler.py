@@ -87,7 +87,7 @@ class Scheduler:
         self._waiting: deque[Running] = deque()
         self._order: Ints = np.zeros(0, np.int64)  # seats in order of admission
         self._by_id: dict[str, Running] = {}
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines: list[tuple[float, int, str]] = []  # with the arrival: ids may be used again
         self._num_arrived = 0
         # Set when memory did not suffice for the head of the queue: trying again is in vain until something is given back.
         self._is_blocked = False
@@ -130,7 +130,7 @@ class Scheduler:
         self._waiting.append(running)
         if request.deadline_s is not None:
             start = time.monotonic() if now is None else now
-            heapq.heappush(self._deadlines, (start + request.deadline_s, request.request_id))
+            heapq.heappush(self._deadlines, (start + request.deadline_s, running.arrival, request.request_id))
 
     def _check(self, request: EngineRequest) -> None:
         """The engine's own check of what the border has checked already."""
@@ -164,7 +164,10 @@ class Scheduler:
         """End requests whose deadline has passed."""
         late = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            late.append(heapq.heappop(self._deadlines)[1])
+            _, arrival, request_id = heapq.heappop(self._deadlines)
+            running = self._by_id.get(request_id)
+            if running is not None and running.arrival == arrival:
+                late.append(request_id)
         return self.abort(late, reason="timeout") if late else []
 
     def _leave(self, seats: list[int], *, keep: bool) -> list[Running]:
@@ -316,7 +319,7 @@ class Scheduler:
     def _finds_prefix_under_way(self, running: Running, match: Match) -> bool:
         """Whether a request that is computing its prompt will soon have a longer prefix of this one than `match`."""
         request, tokens = running.request, running.known_tokens
-        if request.sampling.prompt_logprobs is not None or running.awaits is not None:
+        if request.sampling.prompt_logprobs is not None or running.has_waited:
             return False  # waiting once is enough: what it waited for may have been evicted again
         for other in self._prefilling.get(self._start_of(running), {}).values():
             seat = other.seat
@@ -327,7 +330,7 @@ class Scheduler:
             shared = int(different[0]) if len(different) else length
             is_worth_it = shared - match.num_tokens >= _MIN_SHARED
             if is_worth_it and self._coordinator.promise(seat, shared, int(self.seats.num_computed[seat])):
-                running.awaits = Awaited(other, seat, shared)
+                running.awaits, running.has_waited = Awaited(other, seat, shared), True
                 return True
         return False
 
@@ -350,6 +353,7 @@ class Scheduler:
         if not opened:
             self.seats.give_back(seat)
             return None
+        running.awaits = None  # who was waited for need not be remembered
         self.seats.num_computed[seat] = start
         self._seated.append(seat)
         self._prefilling.setdefault(self._start_of(running), {})[seat] = running

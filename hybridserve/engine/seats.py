@@ -31,7 +31,8 @@ class Running:
     seat: int | None = None
     had_all_memory: bool = False  # whether it has been started in empty memory, with nothing beside it
     was_examined: bool = False  # whether it was compared, while waiting, with what runs
-    awaits: "Awaited | None" = None  # a running request that computes a prefix of this one
+    awaits: "Awaited | None" = None  # a running request that computes a prefix of this one, which waits for it
+    has_waited: bool = False  # whether it did so once
     was_announced: bool = False  # whether the first output, with cached tokens and explanation, was sent
 
     @cached_property

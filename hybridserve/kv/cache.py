@@ -92,7 +92,7 @@ class PrefixCache:
         """The longest position at which every group can resume this prompt, at most its length - 1."""
         plan = self._plan
         data = tokens.astype("<i4", copy=False).tobytes()
-        text = self._index.match_text(self._index.root(salt), data)
+        text = self._index.match_text(self._index.known_root(salt), data)
         limit = len(tokens) - 1
         known = min(text.num_tokens, limit) if plan.paged else limit
         reach = {group.index: known for group in plan.groups}

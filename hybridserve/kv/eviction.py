@@ -71,5 +71,5 @@ class EvictionQueue:
         if worth == WORTHLESS:
             return WORTHLESS
         if self._policy == "lru":
-            return entry.stamp
+            return entry.stamp if worth < math.inf else math.inf
         return math.log(max(worth, _LEAST_WORTH)) + entry.stamp / self._lifetime

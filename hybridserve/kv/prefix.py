@@ -63,7 +63,7 @@ class Run:
         self.points: dict[int, Point] = {}  # by tokens from the start of the prompt, a whole number of units
         self.depths: list[int] = []  # of the points, ascending
         self.spans: list[WindowSpan] = []  # of window blocks that wait for eviction
-        self.keys = bytearray()  # of its first units: those that were asked for
+        self.keys = bytearray()  # of its first units: those that were asked for; a root has its own
         self.num_users = 0  # running requests whose text goes on from its end
         self.evicted = False
         self.lost: list[int] = []  # positions of checkpoints that were evicted, ascending
@@ -180,24 +180,29 @@ class PrefixIndex:
         self._fingerprint = fingerprint
         self._roots: dict[tuple[str, str], Run] = {}
         self._names: dict[Run, tuple[str, str]] = {}
-        self._root_keys: dict[Run, bytes] = {}
         self.num_checkpoints = 0
 
     # -- lookup ---------------------------------------------------------------------------------------------------------
 
     def root(self, salt: str, adapter: str = "") -> Run:
         """The root for a salt and adapter; requests under different roots share nothing."""
+        root = self.known_root(salt, adapter)
+        if root not in self._names:
+            self._roots[salt, adapter], self._names[root] = root, (salt, adapter)
+        return root
+
+    def known_root(self, salt: str, adapter: str = "") -> Run:
+        """The same for a lookup: where there is no root yet, one that nothing is kept of."""
         root = self._roots.get((salt, adapter))
         if root is None:
-            root = self._roots[salt, adapter] = Run(None, 0, b"", [array("i") for _ in range(self._num_paged)])
-            self._names[root] = (salt, adapter)
-            self._root_keys[root] = self._root_key(salt, adapter)
+            root = Run(None, 0, b"", [array("i") for _ in range(self._num_paged)])
+            root.keys += self._root_key(salt, adapter)
         return root
 
     def forget_root(self, root: Run) -> None:
         """Drop a root that nothing hangs from any more, so that salts do not pile up."""
         if not root.points and not root.num_users and root in self._names:
-            del self._roots[self._names.pop(root)], self._root_keys[root]
+            del self._roots[self._names.pop(root)]
 
     def match_text(self, root: Run, data: bytes) -> TextMatch:
         """The longest known text that `data` (token ids, i32 LE) begins with."""
@@ -384,7 +389,7 @@ class PrefixIndex:
     def last_key(self, run: Run, depth: int) -> bytes:
         """The key of a run's text up to `depth`; that of the text before it when `depth` is its start."""
         if run.parent is None:
-            return self._root_keys[run]
+            return bytes(run.keys)
         if depth == run.start:
             return self.last_key(run.parent, depth)
         at = (depth - run.start) // self.unit
@@ -393,7 +398,7 @@ class PrefixIndex:
     def _hash(self, run: Run) -> None:
         if run.parent is None:
             return
-        key = bytes(run.keys[-KEY_NBYTES:]) or (bytes(run.parent.keys[-KEY_NBYTES:]) or self._root_keys[run.parent])
+        key = bytes(run.keys[-KEY_NBYTES:] or run.parent.keys[-KEY_NBYTES:])
         for at in range(len(run.keys) // KEY_NBYTES * self.unit_nbytes, len(run.tokens), self.unit_nbytes):
             key = child_key(key, run.tokens[at : at + self.unit_nbytes])
             run.keys += key
