@@ -134,7 +134,8 @@ extern "C" void hs_selective_scan(const void *x, int32_t x_is_bf16, int64_t x_ro
            channels,
            size,
            threads};
-    Slots slots({cu_seqlens, start_slots, write_rows, write_slots, num_sequences, num_writes}, s.pool, s.slot_nbytes, channels * size * 4);
+    StateTable table{cu_seqlens, start_slots, write_rows, write_slots, num_sequences, num_writes};
+    Slots slots(table, s.pool, s.slot_nbytes, channels * size * 4);
     int64_t blocks = (channels + BLOCK - 1) / BLOCK;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {

@@ -29,6 +29,7 @@ class Slots {
   public:
     // pool: slots of `nbytes`, `stride` bytes apart. Start states that another sequence's write would destroy are copied here, and those
     // of sequences with more than `max_rows` rows, which are not taken in one go.
+    // `table` must outlive it.
     Slots(const StateTable &table, char *pool, int64_t stride, int64_t nbytes, int64_t max_rows = INT64_MAX)
         : table_(table), pool_(pool), stride_(stride) {
         int64_t write = 0;
