@@ -5,7 +5,7 @@ coordinator tells it what was written and asks it for matches and for memory.
 """
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridserve.kv.arena import Arena, CachePlan, GroupPlan
-from hybridserve.kv.eviction import WORTHLESS, Entry, EvictionQueue, Policy
+from hybridserve.kv.eviction import Entry, EvictionQueue, Policy
 from hybridserve.kv.explanation import Findings
+from hybridserve.kv.ghosts import Ghosts, Remembered
+from hybridserve.kv.odds import Odds
 from hybridserve.kv.pool import PagePool
 from hybridserve.kv.prefix import (
     KEY_NBYTES,
@@ -27,19 +29,14 @@ from hybridserve.kv.prefix import (
     Run,
     TextMatch,
     WindowSpan,
-    child_key,
     common_units,
+    kind_of,
 )
 
 #: Entries looked at in one search for memory before any that frees a page counts as good enough.
 _SEARCH_LIMIT: Final = 256
-#: Evicted units of text that are remembered by key, so that a miss can be told from a first sight.
-_NUM_GHOSTS: Final = 1 << 17
 #: What a window block is worth of a whole unit of text: only a prompt that resumes just behind it needs it.
 _WINDOW_SHARE: Final = 0.05
-#: Checkpoints of a kind, and hits on them, that are assumed before any were counted.
-_PRIOR_SEEN: Final = 8.0
-_PRIOR_HITS: Final = 4.0
 #: Share of all slots that may hold pinned states; what is pinned beyond it is treated as any other.
 _MAX_PINNED_SHARE: Final = 0.25
 
@@ -68,16 +65,16 @@ class PrefixCache:
         self._plan = plan
         self._pools = pools
         self._arena = arena
+        self._paged_pools = [pools[group.index] for group in plan.paged]
+        self._state_pools = [pools[group.index] for group in plan.states]
         self._unit = plan.match_unit
         self._index = PrefixIndex(self._unit, len(plan.paged), fingerprint)
         self._queue = EvictionQueue(policy)
-        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self._ghosts = Ghosts(self._unit)
+        self._odds = Odds()
         self._num_pinned = 0
         slots = min((pool.num_pages for pool in pools if not pool.group.is_paged), default=arena.num_superpages)
         self._most_pinned = max(1, int(_MAX_PINNED_SHARE * slots))
-        # Of each kind, by origin and whether passed: how many there were, and how many of them were resumed from.
-        self._seen: Counter[tuple[Origin, bool]] = Counter()
-        self._useful: Counter[tuple[Origin, bool]] = Counter()
         self._slot_nbytes = sum(group.page_nbytes for group in plan.states)
         self._kv_nbytes = plan.kv_nbytes_per_token
         self._text_worth = self._unit / max(1, sum(group.page_nbytes for group in plan.paged))
@@ -153,27 +150,21 @@ class PrefixCache:
             return Findings(0, 0, 0, {}, False, False, False)
         last = text.path[-1]
         point = last.points.get(text.depth)
-        ghosts = self._count_ghosts(text) * self._unit if self._ghosts and not text.tail_tokens else 0
+        past = self._recall(match, text)
         return Findings(
             num_hit=match.num_tokens,
             num_text=match.text_tokens if self._plan.paged else match.num_tokens,
-            num_known=match.text_tokens + ghosts,
+            num_known=max(match.text_tokens, text.depth + past.num_units * self._unit),
             group_tokens=match.group_tokens,
-            state_was_evicted=any(match.num_tokens < p <= text.num_tokens for run in text.path for p in run.lost),
+            state_was_evicted=past.lost is not None,
             limited_by_window=match.limited_by_window,
             has_siblings=text.depth < last.end or (point is not None and bool(point.edges)),
         )
 
-    def _count_ghosts(self, text: TextMatch) -> int:
-        """Units behind the known text that were there once."""
-        key, at, count = self._index.last_key(text.path[-1], text.depth), text.depth * TOKEN_NBYTES, 0
-        step = self._index.unit_nbytes
-        while at + step <= len(text.data):
-            key = child_key(key, text.data[at : at + step])
-            if key not in self._ghosts:
-                break
-            at, count = at + step, count + 1
-        return count
+    def _recall(self, match: Match, text: TextMatch) -> Remembered:
+        """What of a prompt was known once, behind what it resumes from."""
+        key = self._index.last_key(text.path[-1], text.depth)
+        return self._ghosts.recall(key, text, match.num_tokens, len(text.data) // TOKEN_NBYTES - 1)
 
     # -- use ------------------------------------------------------------------------------------------------------------
 
@@ -201,10 +192,13 @@ class PrefixCache:
         if not run.num_users:
             self._offer(run)
 
-    def resume(self, match: Match, anchor: Run) -> None:
-        """Note that a request goes on from here: its text was used now, and the checkpoints on its way are passed."""
+    def resume(self, match: Match, anchor: Run) -> Origin | None:
+        """Note that a request goes on from here: its text was used now, and the checkpoints on its way are passed.
+
+        Returns the origin of the checkpoint that it resumes from, or would have, were it still there.
+        """
         if match.text is None:
-            return
+            return None
         stamp, path, run = self._queue.stamp(), list[Run](), anchor
         while run.parent is not None:
             run.stamp = stamp
@@ -216,20 +210,28 @@ class PrefixCache:
                 self._pass(checkpoint)
         if match.checkpoint is not None:
             self._count_hit(match.checkpoint)
+        lost = self._recall(match, match.text).lost
+        if lost is not None:
+            # It was right to keep it, had there been room; without this, what goes early would seem to be of no use.
+            self._odds.use(lost.kind)
+            self._queue.hit(lost.stamp)
+            return lost.kind[0]
+        return match.checkpoint.origin if match.checkpoint is not None else None
 
     def _pass(self, checkpoint: Checkpoint) -> None:
         checkpoint.is_passed = True
-        self._seen[checkpoint.origin, True] += 1
+        self._odds.see(kind_of(checkpoint))
         self._queue.push(checkpoint, self._worth(checkpoint))
 
     def _count_hit(self, checkpoint: Checkpoint) -> None:
         self._queue.hit(checkpoint.stamp)
         if not checkpoint.is_passed:
-            self._useful[checkpoint.origin, False] += 1
+            self._odds.use(kind_of(checkpoint))
             checkpoint.is_passed = True
-            self._seen[checkpoint.origin, True] += 1
+            self._odds.see(kind_of(checkpoint))
         else:
-            self._useful[checkpoint.origin, True] += checkpoint.num_late_hits == 0
+            if not checkpoint.num_late_hits:
+                self._odds.use(kind_of(checkpoint))
             checkpoint.num_late_hits += 1
         self._renew(checkpoint)
 
@@ -276,7 +278,16 @@ class PrefixCache:
                     self._pools[group.index].hold(block)
 
     def add_state(
-        self, run: Run, depth: int, tail: bytes, slots: list[int], blocks: list[int], *, origin: Origin, pin: bool
+        self,
+        run: Run,
+        depth: int,
+        tail: bytes,
+        slots: list[int],
+        blocks: list[int],
+        *,
+        origin: Origin,
+        follows: Origin | None,
+        pin: bool,
     ) -> Checkpoint | None:
         """States after `run`'s text up to `depth` and `tail`; None when the index has them already, and needs not these."""
         point = run.points.get(depth)
@@ -287,12 +298,15 @@ class PrefixCache:
             self._renew(known)
             return None
         pinned = pin and self._num_pinned < self._most_pinned
-        checkpoint = Checkpoint(run, depth, tail, slots, blocks, origin, pinned, stamp=self._queue.stamp())
+        checkpoint = Checkpoint(run, depth, tail, slots, blocks, origin, follows, pinned, stamp=self._queue.stamp())
         self._num_pinned += pinned
-        self._seen[origin, False] += 1
+        self._odds.see(kind_of(checkpoint))
         self._index.add_checkpoint(checkpoint)
-        for group, page in self._pages_of(checkpoint):
-            self._pools[group.index].hold(page)
+        for pool, page in zip(self._paged_pools, blocks, strict=False):
+            pool.hold(page)
+        for pool, page in zip(self._state_pools, slots, strict=True):
+            pool.hold(page)
+        checkpoint.before = self._index.checkpoint_before(checkpoint)
         self._queue.push(checkpoint, self._worth(checkpoint))
         return checkpoint
 
@@ -323,7 +337,7 @@ class PrefixCache:
                 # Nothing frees a page by itself: then whatever may uncover something that does.
                 if self._is_evictable(first := set_aside.pop(0)):  # the text of a window block may be gone by now
                     self._evict(first)
-            elif entry.priority != WORTHLESS and len(set_aside) < _SEARCH_LIMIT and not self._frees(entry, group):
+            elif len(set_aside) < _SEARCH_LIMIT and not self._frees(entry, group):
                 set_aside.append(entry)
             else:
                 self._evict(entry)
@@ -374,12 +388,15 @@ class PrefixCache:
         found = [branch]
         for run in found:
             found += run.children.values()
+        keys = [bytes(self._index.keys(run)) for run in found]
         for run in reversed(found):
             for point in list(run.points.values()):
                 for checkpoint in list(point.checkpoints.values()):
                     self._evict(checkpoint)
             if not run.evicted:
                 self._trim(run, run.start)
+        for those in keys:
+            self._ghosts.forget(those)  # it did not give way to something else: it never was good
 
     def clear(self) -> None:
         """Evict all that no request uses."""
@@ -387,12 +404,12 @@ class PrefixCache:
             self._evict(entry)
 
     def _offer(self, run: Run) -> None:
-        """Queue a run for eviction once nothing hangs from its end."""
+        """See to the end of a run once nothing hangs from it: it goes when no state needs it, and is queued if there are none."""
         while self._is_evictable(run):
-            if self._plan.paged:
-                self._queue.push(run, self._worth(run))
+            if not self._plan.states:
+                self._queue.push(run, self._text_worth)
                 return
-            run = self._trim(run, run.kept)  # it holds no memory, so nothing else would ever remove it
+            run = self._trim(run, run.kept)
         if run.parent is None:
             self._index.forget_root(run)
 
@@ -401,8 +418,8 @@ class PrefixCache:
         if isinstance(entry, WindowSpan):
             return _WINDOW_SHARE * self._text_worth
         if isinstance(entry, Run):
-            return WORTHLESS if self._plan.states else self._text_worth
-        saved = entry.position - self._index.position_before(entry)
+            return self._text_worth
+        saved = entry.position - (entry.before.position if entry.before is not None else 0)
         nbytes = self._slot_nbytes + saved * self._kv_nbytes
         return self._chance(entry) * saved / max(1, nbytes)
 
@@ -412,8 +429,7 @@ class PrefixCache:
             return float("inf")
         if checkpoint.num_late_hits:
             return 1.0 + checkpoint.num_late_hits
-        kind = (checkpoint.origin, checkpoint.is_passed)
-        return (self._useful[kind] + _PRIOR_HITS) / (self._seen[kind] + _PRIOR_SEEN)
+        return self._odds.chance(kind_of(checkpoint))
 
     def _is_evictable(self, entry: Entry) -> bool:
         if isinstance(entry, Checkpoint):
@@ -424,6 +440,8 @@ class PrefixCache:
 
     def _has_gained(self, checkpoint: Checkpoint) -> bool:
         """Whether a checkpoint is worth more than when it was queued: what it stands in for was evicted meanwhile."""
+        if checkpoint.before is not None and checkpoint.before.evicted:
+            checkpoint.before = self._index.checkpoint_before(checkpoint)
         worth = self._worth(checkpoint)
         if self._queue.priority_of(checkpoint, worth) <= checkpoint.priority:
             return False
@@ -457,17 +475,17 @@ class PrefixCache:
 
     def _evict(self, entry: Entry) -> None:
         if isinstance(entry, Checkpoint):
-            for group, page in self._pages_of(entry):
-                self._pools[group.index].drop(page)
+            for pool, page in zip(self._paged_pools, entry.blocks, strict=False):
+                pool.drop(page)
+            for pool, page in zip(self._state_pools, entry.slots, strict=True):
+                pool.drop(page)
             self._index.remove_checkpoint(entry)
             self._num_pinned -= entry.pinned
             self._offer(entry.run)
         elif isinstance(entry, WindowSpan):
             self._evict_span(entry)
         else:
-            # Text that no state needs goes at once; where there are no states, each unit is worth something of its own.
-            kept = entry.kept
-            self._offer(self._trim(entry, kept if self._plan.states else max(kept, entry.end - self._unit)))
+            self._offer(self._trim(entry, max(entry.kept, entry.end - self._unit)))
 
     def _evict_span(self, span: WindowSpan) -> None:
         run, start = span.run, span.run.start
@@ -481,18 +499,12 @@ class PrefixCache:
         """Drop a run's text behind `depth`, with its blocks; returns the run whose end may be the next to go."""
         parent, first = run.parent, (depth - run.start) // self._unit
         assert parent is not None, "a root is never queued"
-        self._remember(self._index.keys(run)[first * KEY_NBYTES :])
+        self._ghosts.add(self._index.keys(run)[first * KEY_NBYTES :], depth, (one for one in run.lost if one.depth > depth))
         for order, group in enumerate(self._plan.paged):
             blocks = run.blocks[order][first:]
             self._pools[group.index].drop_many([b for b in blocks if b != NO_BLOCK] if group.window is not None else blocks)
         self._index.trim(run, depth)
         return parent if run.evicted else run
-
-    def _remember(self, keys: bytearray) -> None:
-        for at in range(0, len(keys), KEY_NBYTES):
-            self._ghosts[bytes(keys[at : at + KEY_NBYTES])] = None
-        while len(self._ghosts) > _NUM_GHOSTS:
-            self._ghosts.popitem(last=False)
 
     # -- reports --------------------------------------------------------------------------------------------------------
 

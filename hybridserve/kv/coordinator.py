@@ -67,6 +67,7 @@ class _Seat:
     junction: int
     boundaries: tuple[int, ...]
     num_prompt: int
+    follows: Origin | None = None  # the origin of the checkpoint that it resumed from, or would have
     written: list[Checkpoint] = field(default_factory=list)
     is_distrusted: bool = False
     promised: set[int] = field(default_factory=set)  # positions that waiting requests will resume from
@@ -164,7 +165,7 @@ class KVCacheCoordinator:
         if not (self._take_own_slots(seat) and self._take_copies(seat, record) and self._reserve_prompt(seat, num_prompt)):
             self._close(seat)
             return False
-        self._cache.resume(match, run)
+        record.follows = self._cache.resume(match, run)
         if stores:
             start, junction = match.num_tokens, match.text_tokens
             positions = self._placement.positions(start, num_prompt, junction, hints.boundaries, hints.marks)
@@ -438,7 +439,7 @@ class KVCacheCoordinator:
             return
         blocks = [self._block_at(seat, record, group, at) for group in self.plan.paged] if tail else []
         origin = self._origin(record, position)
-        added = self._cache.add_state(run, depth, tail, slots, blocks, origin=origin, pin=record.pinned)
+        added = self._cache.add_state(run, depth, tail, slots, blocks, origin=origin, follows=record.follows, pin=record.pinned)
         if added is not None:
             record.written.append(added)
             self.num_checkpoints_written += 1
@@ -521,7 +522,6 @@ class KVCacheCoordinator:
             return False
         length = record.matched + 1
         return bool((other.tokens[:length] == record.tokens[:length]).all())
-
 
     def clear(self) -> None:
         """Evict all that no request uses."""

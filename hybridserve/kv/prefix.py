@@ -29,6 +29,9 @@ KEY_NBYTES: Final = 32
 #: In the place of a block that was evicted or never kept.
 NO_BLOCK: Final = -1
 
+#: Evicted checkpoints that a run remembers.
+_MOST_LOST: Final = 64
+
 #: Why a checkpoint was written. How often each kind is resumed from is learned (`PrefixCache`).
 Origin: TypeAlias = Literal["prompt_end", "answer_end", "boundary", "junction", "spacing"]
 
@@ -66,7 +69,7 @@ class Run:
         self.keys = bytearray()  # of its first units: those that were asked for; a root has its own
         self.num_users = 0  # running requests whose text goes on from its end
         self.evicted = False
-        self.lost: list[int] = []  # positions of checkpoints that were evicted, ascending
+        self.lost: list[Lost] = []  # checkpoints that were evicted from it
         self.stamp = 0.0  # the eviction clock when it was last used
         self.priority = 0.0  # of its place in the eviction queue
         self.ticket = 0  # of that place; its places with other tickets are stale
@@ -106,6 +109,13 @@ class Point:
 
     def on_way(self, following: bytes) -> "Iterator[Checkpoint]":
         """Checkpoints whose tails `following` begins with, the longest first."""
+        if not self.checkpoints:
+            return
+        if len(self.checkpoints) == 1:
+            for tail, checkpoint in self.checkpoints.items():
+                if following.startswith(tail):
+                    yield checkpoint
+            return
         if len(self.checkpoints) <= 4:
             tails: Iterable[bytes] = sorted((t for t in self.checkpoints if following.startswith(t)), key=len, reverse=True)
         else:
@@ -115,7 +125,7 @@ class Point:
             yield self.checkpoints[tail]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Checkpoint:
     """The states after `position` tokens: the run's text up to `depth` and `tail`, fewer tokens than a match unit.
 
@@ -129,7 +139,9 @@ class Checkpoint:
     slots: list[int]
     blocks: list[int]
     origin: Origin
+    follows: Origin | None = None  # origin of the checkpoint that the request which wrote it resumed from, or would have
     pinned: bool = False
+    before: "Checkpoint | None" = None  # the nearest one on the way to it, when that was last looked for
     is_passed: bool = False  # a later request resumed from it or from further on
     num_late_hits: int = 0  # how often it was resumed from after that
     stamp: float = 0.0
@@ -142,7 +154,32 @@ class Checkpoint:
         return self.depth + len(self.tail) // TOKEN_NBYTES
 
 
-@dataclass(eq=False)
+#: What is learned of a checkpoint's chance goes by its origin, by that of the one which its request had resumed from, and by
+#: whether a later request has gone on from it or from further on. A conversation that went on from its last answer once will do
+#: so again; one whose history drops part of the answer will not.
+Kind: TypeAlias = tuple[Origin, Origin | None, bool]
+
+
+def kind_of(checkpoint: Checkpoint) -> Kind:
+    """The kind that a checkpoint is of by now."""
+    return checkpoint.origin, checkpoint.follows, checkpoint.is_passed
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A checkpoint that was evicted."""
+
+    depth: int
+    tail: bytes
+    kind: Kind
+    stamp: float  # of its last use
+
+    @property
+    def position(self) -> int:
+        return self.depth + len(self.tail) // TOKEN_NBYTES
+
+
+@dataclass(eq=False, slots=True)
 class WindowSpan:
     """Blocks of one window group from `start` to `end` tokens on a run, which may go while deeper text stays."""
 
@@ -154,8 +191,12 @@ class WindowSpan:
     priority: float = 0.0
     ticket: int = 0
 
+    @property
+    def evicted(self) -> bool:
+        return self.run.evicted
 
-@dataclass
+
+@dataclass(slots=True)
 class TextMatch:
     """How far a prompt's text is known: whole units, then the most similar continuation inside the next unit."""
 
@@ -250,23 +291,21 @@ class PrefixIndex:
                 following = data[at * TOKEN_NBYTES : (at + most) * TOKEN_NBYTES]
                 yield from run.points[at].on_way(following)
 
-    def position_before(self, checkpoint: Checkpoint) -> int:
-        """Position of the nearest checkpoint on the way to this one, 0 if there is none."""
-        run, depth, following = checkpoint.run, checkpoint.depth, checkpoint.tail[:-TOKEN_NBYTES]
+    def checkpoint_before(self, checkpoint: Checkpoint) -> Checkpoint | None:
+        """The nearest checkpoint on the way to this one."""
+        run, depth = checkpoint.run, checkpoint.depth
         if checkpoint.tail:
-            nearest = next(run.points[depth].on_way(following), None)
-            if nearest is not None:
-                return nearest.position
+            for nearest in run.points[depth].on_way(checkpoint.tail[:-TOKEN_NBYTES]):
+                return nearest
         following = b""
         while True:
             for at in reversed(run.depths[: bisect_left(run.depths, depth)]):
                 offset = (at - run.start) * TOKEN_NBYTES
                 inside = bytes(run.tokens[offset : offset + self.unit_nbytes - TOKEN_NBYTES])
-                nearest = next(run.points[at].on_way(inside or following), None)
-                if nearest is not None:
-                    return nearest.position
+                for nearest in run.points[at].on_way(inside or following):
+                    return nearest
             if run.parent is None:
-                return 0
+                return None
             following = bytes(run.tokens[: self.unit_nbytes - TOKEN_NBYTES])
             run, depth = run.parent, run.start + 1
 
@@ -298,8 +337,7 @@ class PrefixIndex:
         upper.keys = run.keys[: units * KEY_NBYTES]
         at = bisect_right(run.depths, depth)
         upper.depths, run.depths = run.depths[:at], run.depths[at:]
-        at = bisect_right(run.lost, depth)
-        upper.lost, run.lost = run.lost[:at], run.lost[at:]
+        upper.lost, run.lost = [o for o in run.lost if o.depth <= depth], [o for o in run.lost if o.depth > depth]
         upper.points = {depth: run.points.pop(depth) for depth in upper.depths}
         for point in upper.points.values():
             for checkpoint in point.checkpoints.values():
@@ -347,9 +385,9 @@ class PrefixIndex:
             del point.edges[bisect_left(point.edges, checkpoint.tail)]
         if not point.checkpoints and not point.edges:
             run.drop_point(checkpoint.depth)
-        if checkpoint.position not in run.lost:
-            insort(run.lost, checkpoint.position)
-        checkpoint.evicted = True
+        run.lost = [one for one in run.lost[-_MOST_LOST:] if (one.depth, one.tail) != (checkpoint.depth, checkpoint.tail)]
+        run.lost.append(Lost(checkpoint.depth, checkpoint.tail, kind_of(checkpoint), checkpoint.stamp))
+        checkpoint.evicted, checkpoint.before = True, None
         self.num_checkpoints -= 1
 
     def trim(self, run: Run, depth: int) -> None:
@@ -370,7 +408,7 @@ class PrefixIndex:
         for span in run.spans:
             span.start, span.end = min(span.start, depth), min(span.end, depth)
         run.spans = [span for span in run.spans if span.start < span.end]
-        del run.lost[bisect_right(run.lost, depth + self.unit) :]
+        run.lost = [one for one in run.lost if one.depth <= depth]
         del run.tokens[units * self.unit_nbytes :], run.keys[units * KEY_NBYTES :]
         for blocks in run.blocks:
             del blocks[units:]
