@@ -17,6 +17,7 @@ import transformers as tf
 from safetensors.torch import load_file
 
 import hybridserve
+from hybridserve.backends.select import BACKENDS, FORESEEN, select
 from hybridserve.check.report import PRECEDENCE, CacheTensor, Finding, LayerRun, Memory, Report
 from hybridserve.check.target import CUDA_DEVICES
 from hybridserve.cli import main
@@ -148,7 +149,7 @@ def test_limits_of_a_server_use_the_names_of_the_report(check) -> None:
     limits = asyncio.run(ask())
     _, report = check("demo")
     assert set(limits["memory"]) <= set(report["memory"])
-    assert set(report["memory"]) - set(limits["memory"]) == {"memory_nbytes", "checkpoint_nbytes", "tokens_at", "host_nbytes"}
+    assert set(report["memory"]) - set(limits["memory"]) == {"memory_nbytes", "host_nbytes"}
     assert limits["memory"]["cache_nbytes"] == 32 * 2**16
     assert limits["backends"] == {"attention": "reference: a fake"}
 
@@ -178,7 +179,9 @@ def test_a_device_that_is_not_here_is_planned_for(device: str, code: int, tmp_pa
     assert main(["check-model", str(config), "--device", device, "--json"]) == code
     report = json.loads(capsys.readouterr().out)
     assert report["device"] == device
-    assert found(report, "backends")[0]["detail"].startswith(f"chosen on {device} itself")
+    assert {one["id"] for one in found(report, "backends")} == {"backends.gated_delta", "backends.attention", "backends.head"}
+    for line in found(report, "backends"):
+        assert line["detail"].endswith("by reference: the only one there is for cuda; not cpu: runs on cpu, not on cuda")
     if code:
         assert "weights" in only(report, "FAIL")["detail"]
         assert report["memory"]["num_superpages"] == 0
@@ -449,7 +452,31 @@ def test_a_demo_without_a_flaw_passes_strictly(check) -> None:
     code, report = check("demo", "--strict", "--deep")
     assert code == 0, [one for one in report["checks"] if one["status"] != "PASS"]
     assert {one["id"] for one in found(report, "features")} >= {"features.prefix_caching", "features.speculation"}
-    assert found(report, "backends.paged_attention")[0]["detail"].startswith("reference: ")
+    kinds = {one["id"].partition(".")[2]: one["detail"] for one in found(report, "backends")}
+    assert set(kinds) == {*(run["kind"] for run in report["layers"]), "head"}
+    assert "paged_attention" in kinds["attention"]
+    assert "delta_rule" in kinds["gated_delta"]
+    assert " by reference: forced" in kinds["attention"]
+    assert report["backends"]["paged_attention"].startswith("reference: forced")
+    assert report["features_off"]["speculation"]
+
+
+def test_what_is_passed_over_is_told_and_nothing_is_compiled_to_find_out(tmp_path: Path, capsys, monkeypatch) -> None:
+    """The first check on a new machine must not take the minute that its first load will."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = write_config("Qwen3.8-Flash-Next", tmp_path)
+    assert main(["check-model", str(config), "--device", "cpu", "--memory", "4TiB", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (attention,) = found(report, "backends.indexed_attention")
+    native, _, plain = attention["detail"].partition("; index_select, ")
+    assert " by cpu: will be compiled by g++" in native
+    assert plain.startswith("trailing by reference: ")
+    assert plain.endswith("not cpu: does not implement it")
+    assert not list(tmp_path.glob("cache/**/*.so"))
+    # What was foreseen is what is chosen.
+    foreseen = select(torch.device("cpu"), torch.float32, (), FORESEEN).reasons
+    chosen = select(torch.device("cpu"), torch.float32, (), BACKENDS).reasons
+    assert {name: choice.backend for name, choice in foreseen.items()} == {name: c.backend for name, c in chosen.items()}
 
 
 def test_an_answer_that_would_not_stop_is_told(tmp_path: Path, check) -> None:

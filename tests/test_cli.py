@@ -300,6 +300,23 @@ def test_serve_with_the_real_engine_and_its_clients() -> None:
         assert child.wait(30) == 0
 
 
+def test_limits_in_force_are_those_that_check_model_foretold() -> None:
+    flags = ["--kv-cache-memory", "12MiB", "--max-num-seqs", "5", "--block-size", "8", "--max-model-len", "300"]
+    done = hybridserve("check-model", "demo", *flags, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    with served(*flags) as (_, url, _):
+        limits = httpx.get(url + "/v1/limits", timeout=60).json()
+        card = httpx.get(url + "/v1/models", timeout=60).json()["data"][0]
+    foretold = {name: value for name, value in report["memory"].items() if name not in ("memory_nbytes", "host_nbytes")}
+    assert limits["memory"] == foretold
+    for name in ("backends", "features_off"):
+        assert limits[name] == report[name]
+    assert (limits["max_model_len"], limits["max_num_seqs"]) == (300, 5)
+    assert (card["architecture"], card["dtype"]) == (report["architecture"], report["dtype"])
+    assert card["layer_plan"] == "  ".join(f"{run['layers']}: {run['kind']}" for run in report["layers"])
+
+
 def test_a_signal_while_the_engine_loads_ends_the_server_at_once() -> None:
     command = [
         sys.executable,

@@ -6,7 +6,7 @@ with a device, a dtype and what the user forces. Nothing falls back in silence: 
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -25,6 +25,7 @@ class Backend:
     name: str
     devices: tuple[str, ...]  # device types on which it is asked at all
     offer: OfferFunction
+    foresee: OfferFunction | None = None  # what `offer` will say, found out faster; its operations are not for use
 
 
 @dataclass(frozen=True)
@@ -48,24 +49,27 @@ class Selection:
     reasons: Mapping[str, Choice]  # operation -> choice
 
 
-def _imported(module: str) -> OfferFunction:
-    """The `offer` of a backend that is imported only when asked; if its packages are missing, an offer of nothing."""
+def _imported(module: str, function: str = "offer") -> OfferFunction:
+    """A function of a backend that is imported only when asked; if its packages are missing, an offer of nothing."""
 
     def offer(device: torch.device, dtype: torch.dtype) -> Offer:
         try:
             found = importlib.import_module(module)
         except ImportError as error:
             return Offer(ops={}, refused={}, reason=f"cannot be imported: {error}")
-        return cast(Offer, found.offer(device, dtype))
+        return cast(Offer, getattr(found, function)(device, dtype))
 
     return offer
 
 
 #: All backends, the preferred first. The last one has every operation on every device.
 BACKENDS: tuple[Backend, ...] = (
-    Backend("cpu", ("cpu",), _imported("hybridserve.backends.cpu")),
+    Backend("cpu", ("cpu",), _imported("hybridserve.backends.cpu"), _imported("hybridserve.backends.cpu", "foresee")),
     Backend("reference", ("cpu", "cuda"), _imported("hybridserve.backends.reference")),
 )
+
+#: The same as a plan has them: nothing is compiled to find out, and the operations are not for use.
+FORESEEN: tuple[Backend, ...] = tuple(replace(backend, offer=backend.foresee or backend.offer) for backend in BACKENDS)
 
 
 class _Offers:

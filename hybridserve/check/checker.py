@@ -13,12 +13,13 @@ from hybridserve.check.content import check_files
 from hybridserve.check.layout import check_architecture, check_config, check_layers, is_served, lay_out, layer_runs
 from hybridserve.check.memory import check_memory
 from hybridserve.check.numerics import check_numerics
-from hybridserve.check.operations import check_backends, check_features
+from hybridserve.check.operations import check_backends, check_features, choose_backends
 from hybridserve.check.report import INTERNAL, Finding, Report, failed, passed, warned
 from hybridserve.check.source import Entries, Source, check_dtype, check_shards, check_source, find_source, read_headers
 from hybridserve.check.target import Target, find_target
 from hybridserve.check.tensors import check_tensors, find_match, scan_values
 from hybridserve.config import EngineSettings
+from hybridserve.engine.features import features_off
 from hybridserve.engine.sizing import unlimited_plan
 from hybridserve.errors import HybridServeError
 from hybridserve.models import CausalLM
@@ -124,7 +125,11 @@ class _Checker:
             self.attempt_all("tensors", lambda: check_tensors(model, entries))
             if self.options.is_deep:
                 self._scan(source, entries)
-        self.attempt_all("backends", lambda: check_backends(model, settings, target))
+        chosen = self.attempt("backends", lambda: choose_backends(model, settings, target))
+        if chosen is not None:
+            report.backends = chosen
+            self.add(check_backends(runs, chosen))
+        report.features_off = features_off(settings)
         self.add(check_features(settings))
 
     def _scan(self, source: Source, entries: Entries) -> None:

@@ -10,6 +10,7 @@ from hybridserve.backends.select import select
 from hybridserve.check.deferral import load_waiting
 from hybridserve.check.report import CacheTensor, Finding, LayerRun, passed
 from hybridserve.check.source import Source
+from hybridserve.check.uses import operations_of
 from hybridserve.config import EngineSettings
 from hybridserve.kv.arena import CachePlan, GroupPlan, TensorPlace
 from hybridserve.models import CausalLM, architectures, build_model, format_layer_plan
@@ -61,7 +62,13 @@ def layer_runs(model: CausalLM, plan: CachePlan) -> list[LayerRun]:
     for index, kind in enumerate(kinds):
         members.setdefault((kind, tuple(caches[index])), []).append(index)
     return [
-        LayerRun(layers=_ranges(indices, len(kinds)), num_layers=len(indices), kind=kind, caches=list(tensors))
+        LayerRun(
+            layers=_ranges(indices, len(kinds)),
+            num_layers=len(indices),
+            kind=kind,
+            caches=list(tensors),
+            operations=operations_of(model.layers[index] for index in indices),
+        )
         for (kind, tensors), indices in members.items()
     ]
 

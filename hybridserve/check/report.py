@@ -53,6 +53,7 @@ class LayerRun(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     kind: str
     caches: list[CacheTensor]
+    operations: list[str]  # of the backends, that these layers may call
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +90,8 @@ class Report(msgspec.Struct, kw_only=True):
     dtype: str | None = None
     layers: list[LayerRun] = []
     memory: Memory | None = None
+    backends: dict[str, str] = {}  # operation -> backend and reasons, as in `/v1/limits`
+    features_off: dict[str, str] = {}  # feature -> reason code, as in `/v1/limits`
 
     def exit_code(self, *, strict: bool) -> int:
         """0 when all is well, else the code of the gravest failure; with `strict`, 1 for warnings alone."""

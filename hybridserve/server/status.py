@@ -125,6 +125,7 @@ def _memory(info: EngineInfo) -> dict[str, Any]:
         "weights_nbytes": info.weights_nbytes,
         "kv_nbytes_per_token": info.kv_nbytes_per_token,
         "state_nbytes_per_sequence": info.state_nbytes_per_sequence,
+        "checkpoint_nbytes": sum(group.page_nbytes for group in info.groups if group.kind == "state"),
         "block_size": info.block_size,
         "match_unit": info.match_unit,
         "superpage_nbytes": info.superpage_nbytes,
@@ -134,5 +135,6 @@ def _memory(info: EngineInfo) -> dict[str, Any]:
         "groups": info.groups,
         "max_model_len": info.max_model_len,
         "users_at": info.users_at,
+        "tokens_at": {length: users * int(length) for length, users in info.users_at.items()},
         "limit_at": info.limit_at,
     }

@@ -28,13 +28,26 @@ _TIMEOUT_S = 300
 
 def library_path(folder: Path, compiler: str = COMPILER) -> Path:
     """The library's path under `folder`, built now if it is not there. Raises MissingDependencyError with the reason."""
-    sources = sorted(path for path in _SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
-    target = folder / f"{_fingerprint(sources, compiler)}.so"
+    target = _target(folder, compiler)
     if not target.exists():
         _check_folder(folder)
         log.info("compiling the native kernels for this processor: once, and it can take a minute")
-        _compile([path for path in sources if path.suffix == ".cpp"], target, compiler)
+        _compile([path for path in _sources() if path.suffix == ".cpp"], target, compiler)
     return target
+
+
+def built_library(folder: Path, compiler: str = COMPILER) -> Path | None:
+    """The library's path under `folder` if it is there. Raises MissingDependencyError where it cannot be built."""
+    target = _target(folder, compiler)
+    return target if target.exists() else None
+
+
+def _target(folder: Path, compiler: str) -> Path:
+    return folder / f"{_fingerprint(_sources(), compiler)}.so"
+
+
+def _sources() -> list[Path]:
+    return sorted(path for path in _SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
 
 
 def _fingerprint(sources: list[Path], compiler: str) -> str:

@@ -71,6 +71,21 @@ class Library:
         return function
 
 
+class Unbuilt(Library):
+    """A library that is not compiled yet: it tells which operations there will be, and none of them can be called."""
+
+    def __init__(self) -> None:
+        pass
+
+    def kernel(self, name: str) -> Kernel:
+        """A function that raises MissingDependencyError."""
+
+        def missing(*arguments: object) -> None:
+            raise MissingDependencyError(f"{name} is not compiled: this choice of backends is a plan; load the model to use it")
+
+        return missing
+
+
 def covers(*tensors: Tensor | None) -> bool:
     """Whether each tensor (None passes) has an element type that the kernels read: fp32 or bf16."""
     return {tensor.dtype for tensor in tensors if tensor is not None} <= IS_BF16.keys()
