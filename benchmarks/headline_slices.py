@@ -5,7 +5,8 @@
 Four layers each, with all widths, heads, streams and indices as released; what is cut so that it fits 8 GiB is printed: experts,
 rows of the embedding, rows of the n-gram table. Weights are random, so what is said means nothing; what is
 measured is that every part runs together. Four requests at once, one of them longer than the index's budget, then the same
-again, then a second turn. Exits with 1 when a resend is not a hit or an answer differs.
+again, then a second turn. Exits with 1 when a resend is not a hit. Answers of a resend may differ: in bf16 a result
+depends on how many rows were computed together, and tokens of random weights are often as good as each other.
 """
 
 import argparse
@@ -135,6 +136,7 @@ def run_slice(config: Mapping[str, object], asked: Sequence[Asked], *flags: str)
         "memory": {name: limits[name] for name in kept},
         "answers": {name: [asdict(one) for one in answers] for name, answers in rounds.items()},
         "same": [one.text for one in rounds["at once"]] == [one.text for one in rounds["again"]],
+        "num_same": sum(one.text == other.text for one, other in zip(rounds["at once"], rounds["again"], strict=True)),
         "all_hit": all(one.cached_tokens == one.prompt_tokens - 1 for one in rounds["again"]),
     }
 
@@ -154,7 +156,8 @@ def show(name: str, cut: str, result: dict[str, object]) -> None:
             counts = f"{one['prompt_tokens']:>7,} {one['cached_tokens']:>7,} {one['output_tokens']:>7}"
             print(f"  {when:>8} {one['name']:>18} {counts} {one['seconds']:>8.2f}")
     print(
-        f"  same answers again: {result['same']}; every resend a hit to the last token but one: {result['all_hit']}", flush=True
+        f"  every resend a hit to the last token but one: {result['all_hit']}; same answers: {result['num_same']} of 4",
+        flush=True,
     )
 
 
@@ -171,7 +174,7 @@ def main() -> int:
             show(name, cut, results[name])
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(one["same"] and one["all_hit"] for one in results.values()) else 1
+    return 0 if all(one["all_hit"] for one in results.values()) else 1
 
 
 if __name__ == "__main__":

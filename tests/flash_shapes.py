@@ -87,7 +87,7 @@ def wrapped(architecture: str, text: Mapping[str, object]) -> dict[str, object]:
     return {"architectures": [architecture], "text_config": dict(text), "vision_config": {"depth": 27}, "image_token_id": 1}
 
 
-def flash_next_slice(*, layers: int, experts: int, vocab: int, ngram_rows: int) -> dict[str, object]:
+def flash_next_slice(*, layers: int, experts: int, vocab: int, ngram_rows: int, **more: object) -> dict[str, object]:
     """The first layers of Qwen3.8-Flash-Next, all widths and heads as released: gated delta, with n-grams in the second layer,
     and attention last. Cut are experts, rows of the embedding, and rows of each of the 16 heads of the n-gram table.
     """
@@ -98,11 +98,12 @@ def flash_next_slice(*, layers: int, experts: int, vocab: int, ngram_rows: int) 
         "vocab_size": vocab,
         "ngram_vocab_size_base": ngram_rows,
         "eos_token_id": 1,
+        **more,
     }
     return wrapped("Qwen4ExpForConditionalGeneration", {**FLASH_NEXT, **cut})
 
 
-def glm_flash_slice(*, layers: int, experts: int, vocab: int, dense: int = 3) -> dict[str, object]:
+def glm_flash_slice(*, layers: int, experts: int, vocab: int, dense: int = 3, **more: object) -> dict[str, object]:
     """The first layers of GLM-5.3-Flash, all widths and heads as released: KDA, attention last, the first layers dense. Cut are
     experts and rows of the embedding.
     """
@@ -112,5 +113,6 @@ def glm_flash_slice(*, layers: int, experts: int, vocab: int, dense: int = 3) ->
         "n_routed_experts": experts,
         "vocab_size": vocab,
         "first_k_dense_replace": dense,
+        **more,
     }
     return wrapped("Glm5NextForConditionalGeneration", {**GLM_FLASH, **cut})

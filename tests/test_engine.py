@@ -12,6 +12,8 @@ from tests import checkpoints
 
 NEW_TOKENS = 6
 LENGTHS = (1, 3, 17, 40, 75)
+#: Beyond the windows and index budgets of the tiny models, and two blocks of 16.
+HIT_TOKENS = 36
 
 
 #: One of each kind of cache and of their mixes; with the others the longest tests run under `slow`.
@@ -115,6 +117,23 @@ def test_prefix_hits_give_the_reference(model_folder):
     assert warm["c"] == cold[0]["c"]
     assert cold[1]["c"] == 0
     assert cached["c"] == len(prompt) + len(want) - 1
+
+
+@on_typical
+def test_a_hit_on_any_token_gives_what_no_hit_gives(model_folder):
+    """Texts that part from the prompt at each of its tokens, on top of what was left there: the end of an answer to that much."""
+    folder, prompts, _ = model_folder
+    prompt = prompts[-1][:HIT_TOKENS]
+    texts = {p: [*prompt[:p], (prompt[p] + 1) % checkpoints.VOCAB_SIZE, 5, p] for p in range(1, len(prompt))}
+    cold = engine(folder, enable_prefix_caching=False, max_num_seqs=64)
+    expected, _ = run(cold, [request(str(p), text, 2) for p, text in texts.items()])
+    core = engine(folder)
+    for p, text in texts.items():
+        _, cached = run(core, [request(f"left {p}", prompt[:p], max_tokens=1)])
+        assert cached[f"left {p}"] == p - 1
+        tokens, cached = run(core, [request(str(p), text, 2)])
+        assert cached[str(p)] == p
+        assert tokens[str(p)] == expected[str(p)], p
 
 
 @on_typical
