@@ -6,11 +6,9 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 import transformers
@@ -152,27 +150,51 @@ def test_it_runs_from_the_config_alone() -> None:
     assert len(result.outputs[0].token_ids) == 10
 
 
-@pytest.mark.slow
-def test_the_pages_command_answers_over_http() -> None:
-    command = next(line for text in blocks("bash") for line in text.splitlines() if line.startswith("hybridserve serve"))
+def test_a_stranger_who_follows_the_page_ends_with_a_served_layer(tmp_path: Path) -> None:
+    """Nothing is there but what the page says to write; its commands are run as they stand, on a port that is free."""
+    (tmp_path / "docs/examples").mkdir(parents=True)
+    (tmp_path / "docs/examples/rg_lru.py").write_text("\n".join(blocks("python rg_lru.py")))
+    (config,) = blocks("json griffin.json")
+    (tmp_path / "docs/examples/griffin.json").write_text(config)
+    command = tmp_path / "bin/hybridserve"
+    command.parent.mkdir()
+    command.write_text(f"#!{sys.executable}\nimport sys\nfrom hybridserve.cli import main\nsys.exit(main())\n")
+    command.chmod(0o755)
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    start = [sys.executable, "-c", "import sys; from hybridserve.cli import main; sys.exit(main())"]
-    arguments = [*command.split()[1:], "--port", str(port), "--kv-cache-memory", "16MiB"]
-    child = subprocess.Popen([*start, *arguments], cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, stderr=subprocess.DEVNULL)
+        port = str(probe.getsockname()[1])
+    environment = {
+        **os.environ,
+        "PATH": f"{command.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "HYBRIDSERVE_PORT": port,
+        "HYBRIDSERVE_KV_CACHE_MEMORY": "16MiB",
+    }
+
+    def run(text: str, shell: str = "bash") -> str:
+        arguments = ["bash", "-c", text] if shell == "bash" else [sys.executable, "-c", text]
+        done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    check, serve, curl = blocks("bash")
+    assert "self-consistent, not verified" in run(check)
+    child = subprocess.Popen(["bash", "-c", f"exec {serve}"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     try:
-        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 240
-        while True:
-            assert child.poll() is None
-            assert time.monotonic() < end
-            try:
-                if httpx.get(url + "/ready").status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.2)
-        body = {"prompt": "one two", "max_tokens": 8, "ignore_eos": True}
-        reply = httpx.post(url + "/v1/completions", json=body, timeout=60).json()
-        assert reply["usage"]["completion_tokens"] == 8
+        assert child.stderr is not None
+        log = []
+        for line in child.stderr:
+            log.append(line)
+            if "ready: " in line:
+                break
+        said = "".join(log)
+        assert "0-1,3-4: rg_lru  2,5: attention" in said
+        reply = json.loads(run(curl.replace("curl", "curl -s").replace(":8000", f":{port}")))
+        assert reply["usage"]["completion_tokens"] > 0
     finally:
         child.kill()
-        child.wait()
+        child.communicate()
+    (python,) = blocks("python")
+    tokens = json.loads(run(python, "python"))
+    assert tokens
+    assert all(0 <= token < 1024 for token in tokens)

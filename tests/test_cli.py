@@ -222,12 +222,12 @@ def test_bench_in_process(tmp_path: Path) -> None:
 
 
 @contextmanager
-def served(*arguments: str) -> Iterator[tuple["subprocess.Popen[str]", str, list[str]]]:
+def served(*arguments: str, model: str = "demo") -> Iterator[tuple["subprocess.Popen[str]", str, list[str]]]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-c", "import sys; from hybridserve.cli import main; sys.exit(main())"]
     child = subprocess.Popen(
-        [*command, "serve", "demo", "--port", str(port), *arguments], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT
+        [*command, "serve", model, "--port", str(port), *arguments], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT
     )
     log: list[str] = []
     assert child.stderr is not None
