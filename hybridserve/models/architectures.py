@@ -14,7 +14,7 @@ from hybridserve.backends.ops import Ops
 from hybridserve.errors import ModelError, UnsupportedModelError
 from hybridserve.models.decoder import CausalLM
 from hybridserve.models.quantisation import read_quantisation
-from hybridserve.models.reader import ConfigReader
+from hybridserve.models.reader import ConfigReader, Fault, refusal
 from hybridserve.registry import Registry
 
 #: Lays out a model: reads the config, makes mixers, MLPs and the weight map. Parameters have no memory yet.
@@ -47,9 +47,16 @@ def build_model(config: Mapping[str, object], ops: Ops, dtype: torch.dtype, *, i
 
 
 def _build(name: str, config: Mapping[str, object], ops: Ops, dtype: torch.dtype, ignore_keys: Collection[str]) -> CausalLM:
-    reader = ConfigReader(config, architecture=name, accepted=ignore_keys)
-    with torch.device("meta"):
-        model = architectures[name](reader, ops, dtype)
+    faults: list[Fault] = []
+    reader = ConfigReader(config, architecture=name, accepted=ignore_keys, faults=faults)
+    try:
+        with torch.device("meta"):
+            model = architectures[name](reader, ops, dtype)
+    except Exception as error:
+        # What is not implemented says more than what laying out stumbled over because of it.
+        if faults:
+            raise refusal(faults, str(error) if isinstance(error, ModelError) else "") from error
+        raise
     reader.finish()
     model.quantisation = read_quantisation(config, architecture=name, ignore_keys=ignore_keys)
     return model.requires_grad_(False).eval()
@@ -57,16 +64,29 @@ def _build(name: str, config: Mapping[str, object], ops: Ops, dtype: torch.dtype
 
 def _refusal(name: str, config: Mapping[str, object], ops: Ops, dtype: torch.dtype) -> str:
     """Why an architecture is not served: the nearest one that is, and what stands between."""
-    nearest = max(architectures.loaded(), key=lambda one: difflib.SequenceMatcher(None, one, name).ratio())
+    nearest = _nearest(name, config.get("model_type"))
     try:
         _build(nearest, config, ops, dtype, ())
     except ModelError as error:
-        differs = str(error)
+        differs = str(error).partition(". To serve it unread")[0]
     else:
         differs = "its config reads the same, but weights of another class are not taken on trust"
     own_code = "Its own code (auto_map) is never run. " if config.get("auto_map") is not None else ""
     return (
-        f"architecture {name!r} is not implemented; implemented: {', '.join(architectures.names())}. The nearest is {nearest!r}; "
-        f"what differs: {differs.partition(' To serve it unread')[0]} "
-        f"{own_code}A plug-in can add it, with an entry point in 'hybridserve.models' or --plugin FILE.py"
+        f"architecture {name!r} is none of the {len(architectures.names())} that are implemented, which docs/models.md lists. "
+        f"The nearest is {nearest!r}; what differs: {differs}. {own_code}"
+        "A plug-in can add it, with an entry point in 'hybridserve.models' or --plugin FILE.py"
     )
+
+
+def _nearest(name: str, model_type: object) -> str:
+    """The architecture that is called most alike, or as the config's `model_type`: releases often keep that of a relative."""
+    wanted = {_stem(name), _stem(str(model_type).removesuffix("_text"))}
+    return max(
+        architectures.loaded(), key=lambda one: max(difflib.SequenceMatcher(None, _stem(one), each).ratio() for each in wanted)
+    )
+
+
+def _stem(name: str) -> str:
+    """What is particular in a name: without its task, case and underscores."""
+    return name.partition("For")[0].replace("_", "").lower()

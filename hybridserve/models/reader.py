@@ -4,7 +4,8 @@ Owns the rules of reading and the wording of a refusal. Must not know any archit
 architectures; `architectures.py` calls `finish` once a model is laid out. The config is hostile input: sizes have bounds.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, TypeVar
 
@@ -33,6 +34,8 @@ HARMLESS_KEYS = frozenset({
     "suppress_tokens", "begin_suppress_tokens",
     "quantization_config",  # how weights are stored: quantisation.py reads it, as strictly
 })  # fmt: skip
+_SHOWN = 12
+_UNREAD = "To serve it unread, at your own risk:"
 MAX_SIZE = 2**24
 MAX_LAYERS = 2048
 
@@ -44,16 +47,34 @@ class _Required(Enum):
 REQUIRED: Final = _Required.TOKEN
 
 
+@dataclass(frozen=True)
+class Fault:
+    """A key whose value is not implemented, and that in words."""
+
+    key: str
+    text: str
+
+
 class ConfigReader:
-    """One JSON object of a config, which remembers what has been read. `architecture` and `path` are for messages."""
+    """One JSON object of a config, which remembers what has been read. `architecture` and `path` are for messages.
+
+    With a list for `faults`, what `expect` finds is collected there, and refused by `finish` all at once.
+    """
 
     def __init__(
-        self, values: Mapping[str, object], *, architecture: str, path: str = "", accepted: Collection[str] = ()
+        self,
+        values: Mapping[str, object],
+        *,
+        architecture: str,
+        path: str = "",
+        accepted: Collection[str] = (),
+        faults: list[Fault] | None = None,
     ) -> None:
         self.architecture = architecture
         self._values = values
         self._path = path
         self._accepted = frozenset(accepted)
+        self._faults = faults
         self._seen: set[str] = set()
         self._nested: list[ConfigReader] = []
 
@@ -114,10 +135,12 @@ class ConfigReader:
         if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             return
         known = ", ".join(repr(one) for one in allowed) or "nothing but null"
-        raise UnsupportedModelError(
-            f"config.json: {self.name(key)} is {value!r:.200}; for {self.architecture} hybridserve implements {known}. "
-            + self._remedy(key)
-        )
+        text = f"{self.name(key)} is {value!r:.200}; for {self.architecture} hybridserve implements {known}"
+        fault = Fault(self.name(key), text)
+        if self._faults is None:
+            raise refusal([fault])
+        if fault not in self._faults:
+            self._faults.append(fault)
 
     def ignore(self, *keys: str) -> None:
         """Accept these keys whatever they hold: this architecture's text decoder does not depend on them."""
@@ -126,28 +149,38 @@ class ConfigReader:
     def nested(self, key: str) -> "ConfigReader":
         """A reader of the object at `key` (empty when absent), which `finish` of this one finishes too."""
         child = ConfigReader(
-            self.read(key, dict[str, object], {}), architecture=self.architecture, path=self.name(key), accepted=self._accepted
+            self.read(key, dict[str, object], {}),
+            architecture=self.architecture,
+            path=self.name(key),
+            accepted=self._accepted,
+            faults=self._faults,
         )
         self._nested.append(child)
         return child
 
     def finish(self) -> None:
-        """Refuse what nobody has read. Raises UnsupportedModelError naming each key and its value."""
-        unread = [
-            f"{self.name(key)}={value!r:.80}"
+        """Refuse what nobody has read, and what was collected. Raises UnsupportedModelError naming each key and its value."""
+        unread, faults = self._unread(), list(self._faults or ())
+        if unread:
+            listed = ", ".join(f"{key}={value!r:.80}" for key, value in list(unread.items())[:_SHOWN])
+            more = " and more" if len(unread) > _SHOWN else ""
+            text = f"{self.architecture} does not define here, and they may change the mathematics, the keys {listed}{more}"
+            faults.append(Fault(next(iter(unread)), text))
+        if faults:
+            raise refusal(faults)
+
+    def _unread(self) -> dict[str, object]:
+        mine = {
+            self.name(key): value
             for key, value in self._values.items()
             if key not in self._seen
             and key not in HARMLESS_KEYS
             and self.name(key) not in self._accepted
             and value not in (None, False, "", [], {})
-        ]
-        if unread:
-            raise UnsupportedModelError(
-                f"config.json has keys that {self.architecture} does not define here and that may change the mathematics: "
-                f"{', '.join(unread[:12])}{' and more' if len(unread) > 12 else ''}. " + self._remedy(unread[0].partition("=")[0])
-            )
+        }
         for child in self._nested:
-            child.finish()
+            mine |= child._unread()
+        return mine
 
     def name(self, key: str) -> str:
         """`key` with the path that leads to it, as in `text_config.rope_theta`."""
@@ -157,9 +190,12 @@ class ConfigReader:
         self._seen.add(key)
         return self._values.get(key)
 
-    def _remedy(self, key: str) -> str:
-        name = key if "." in key else self.name(key)
-        return f"To serve it unread, at your own risk: --ignore-config-keys {name}"
+
+def refusal(faults: Sequence[Fault], cause: str = "") -> UnsupportedModelError:
+    """The error that names all faults. `cause` is where laying out the model stumbled because of them."""
+    texts = "; ".join([*(fault.text for fault in faults), *([cause] if cause else [])])
+    flags = " ".join(f"--ignore-config-keys {fault.key}" for fault in faults)
+    return UnsupportedModelError(f"config.json: {texts}. {_UNREAD} {flags}")
 
 
 #: Spellings of layer kinds before transformers 5, and what they became.
