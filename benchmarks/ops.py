@@ -72,6 +72,15 @@ def linear_cases() -> Iterator[Case]:
         yield Case(f"{rows} rows", "linear", lambda op, x=x: op(x, next(weights), None), nbytes, flop)
 
 
+def head_linear_cases() -> Iterator[Case]:
+    """GLM-5.3-Flash: queries into the space of latents, by the keys' half of the up-projection."""
+    heads, size_in, size_out = 64, 256, 512
+    weight = torch.randn(heads, 2 * size_in, size_out).to(DTYPE)[:, :size_in].mT
+    for rows in (1, 8, 256):
+        x = torch.randn(rows, heads, size_in).to(DTYPE)
+        yield Case(f"{rows} rows", "head_linear", lambda op, x=x: op(x, weight), 2 * weight.numel(), 2 * rows * weight.numel())
+
+
 def delta_rule_cases() -> Iterator[Case]:
     heads, size = 16, 128
     for name, rows in (("decode 1", [1]), ("decode 8", [1] * 8), ("prefill 512", [512])):
@@ -200,7 +209,7 @@ def trailing_cases() -> Iterator[Case]:
 
 
 CASES = (
-    *(linear_cases, delta_rule_cases, attention_cases, conv_cases, moe_cases, norm_cases),
+    *(linear_cases, head_linear_cases, delta_rule_cases, attention_cases, conv_cases, moe_cases, norm_cases),
     *(index_cases, selected_cases, scan_cases, trailing_cases),
 )
 

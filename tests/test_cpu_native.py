@@ -17,6 +17,7 @@ from hybridserve.backends.activations import ACTIVATIONS
 from hybridserve.backends.cpu import offer
 from hybridserve.backends.cpu.build import library_path
 from hybridserve.backends.cpu.experts import NativeMoe
+from hybridserve.backends.cpu.heads import NativeHeadLinear
 from hybridserve.backends.cpu.library import Library
 from hybridserve.backends.cpu.linear import NativeLinear
 from hybridserve.backends.offer import Operation
@@ -217,6 +218,19 @@ def run_selective(passes: tuple[int, ...], channels: int, dtype: torch.dtype) ->
         outputs.append(op("selective_scan")(x[here], dt[here], A, b[here], c[here], pool, batch, table))
         done += length
     return torch.cat([y for y in outputs if y is not None]), pool[1]
+
+
+@compiled
+@DTYPES
+def test_a_head_s_product_of_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    x, weight = random(9, 3, 70, dtype=dtype), random(3, 70, 50, dtype=dtype, seed=1)
+    native = NativeHeadLinear(Library(library_path(user_cache_folder())), bf16_hardware=False)
+    for stored in (weight.mT, weight.mT.contiguous()):
+        whole = native(x, stored)
+        for first, last in ((0, 1), (1, 3), (3, 6), (2, 9)):
+            assert torch.equal(native(x[first:last], stored), whole[first:last])
+    with pytest.raises(ValueError, match="does not fit"):
+        native(x[:, :2], weight.mT)
 
 
 @compiled

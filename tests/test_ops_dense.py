@@ -46,6 +46,20 @@ def test_linear(backend: str, dtype: torch.dtype, with_bias: bool, shape: tuple[
     assert_near(y, x.double() @ weight.double().T + (0 if bias is None else bias.double()))
 
 
+@over_backends("head_linear")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size_in", "size_out"), [(1, 16, 24), (2, 33, 7), (5, 5, 70), (9, 64, 48)])
+def test_each_head_has_a_matrix_of_its_own(backend: str, dtype: torch.dtype, rows: int, size_in: int, size_out: int) -> None:
+    """Weights stored by outputs and by inputs, as parts of one matrix, and without order; rows that are part of wider ones."""
+    x, whole = random(rows, 3, size_in).to(dtype), random(3, 2 * size_out, size_in, seed=1).to(dtype)
+    by_outputs = whole[:, size_out:]
+    by_inputs = random(3, size_in, size_out, seed=2).to(dtype).mT
+    for weight in (by_outputs, by_inputs, random(3, size_out, 2 * size_in, seed=3).to(dtype)[..., ::2]):
+        y = operation(backend, "head_linear", dtype)(x, weight)
+        assert y.dtype == dtype
+        assert_near(y, torch.einsum("thi,hoi->tho", x.double(), weight.double()))
+
+
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 5, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_widened_linear_rounds_once(num_rows: int, dtype: torch.dtype) -> None:

@@ -29,6 +29,15 @@ class Linear(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
 
+class HeadLinear(Protocol):
+    """y_h = x_h weight_h^T of each head h. x: [T, H, in]; weight: [H, out, in], of any strides. Returns [T, H, out], x's dtype.
+
+    What latent attention absorbs: views of one up-projection, stored by outputs on one side and by inputs on the other.
+    """
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor: ...
+
+
 class RmsNorm(Protocol):
     """x / rms(x) * weight over the last dimension, computed in fp32, returned in x's dtype.
 
@@ -228,6 +237,7 @@ class Ops:
     linear: Linear
     rms_norm: RmsNorm
     gated_rms_norm: GatedRmsNorm
+    head_linear: HeadLinear
     kv_write: KvWrite
     paged_attention: PagedAttention
     index_select: IndexSelect

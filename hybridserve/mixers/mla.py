@@ -114,7 +114,7 @@ class MLA(Mixer):
         assert project is not None, "a query is projected in one step or in two"
         q = torch.unflatten(project(query_row), -1, (config.num_heads, -1))
         absorbed = q.new_empty(*q.shape[:2], config.kv_rank + config.rope_dim)
-        absorbed[..., : config.kv_rank] = _by_head(q[..., : config.nope_dim], self._up(0, config.nope_dim))
+        absorbed[..., : config.kv_rank] = self.ops.head_linear(q[..., : config.nope_dim], self._up(0, config.nope_dim).mT)
         absorbed[..., config.kv_rank :] = q[..., config.nope_dim :]
         entry = self.kv_a_proj_with_mqa(x)
         entry[..., : config.kv_rank] = self.kv_a_layernorm(entry[..., : config.kv_rank])
@@ -126,7 +126,7 @@ class MLA(Mixer):
 
     def output(self, y: Tensor, x: Tensor) -> Tensor:
         """Values from mixed latents, gated and projected. y: [T, H, R]; x: [T, D]. Returns [T, D]."""
-        values = _by_head(y, self._up(self.config.nope_dim, self.config.v_dim).mT)
+        values = self.ops.head_linear(y, self._up(self.config.nope_dim, self.config.v_dim))
         if self.g_proj is not None:
             values = values * self.g_proj(x).float().sigmoid().to(values.dtype)[..., None]
         return self.o_proj(values.flatten(-2))
@@ -134,8 +134,3 @@ class MLA(Mixer):
     def _up(self, first: int, count: int) -> Tensor:
         """Rows of each head's up-projection, a view: [H, count, R]. Keys come first, values after them."""
         return torch.unflatten(self.kv_b_proj.weight, 0, (self.config.num_heads, -1))[:, first : first + count]
-
-
-def _by_head(x: Tensor, weight: Tensor) -> Tensor:
-    """Each head by its own matrix. x: [T, H, I]; weight: [H, I, O]. Returns [T, H, O]."""
-    return (x.transpose(0, 1) @ weight).transpose(0, 1)

@@ -12,6 +12,7 @@ from hybridserve.backends.cpu.attention import NativeAttention
 from hybridserve.backends.cpu.build import COMPILER, built_library, library_path
 from hybridserve.backends.cpu.conv import NativeShortConv
 from hybridserve.backends.cpu.experts import NativeMoe
+from hybridserve.backends.cpu.heads import NativeHeadLinear
 from hybridserve.backends.cpu.library import Library, Unbuilt
 from hybridserve.backends.cpu.linear import MAX_ROWS_BESIDE_BF16_HARDWARE, NativeLinear
 from hybridserve.backends.cpu.norms import NativeNorms
@@ -65,6 +66,7 @@ def _operations(library: Library, bf16_hardware: bool) -> dict[str, Operation]:
     attention, norms, recurrence = NativeAttention(library), NativeNorms(library), NativeRecurrence(library)
     return {
         "linear": NativeLinear(library, bf16_hardware),
+        "head_linear": NativeHeadLinear(library, bf16_hardware),
         "rms_norm": norms.rms_norm,
         "gated_rms_norm": norms.gated_rms_norm,
         "kv_write": attention.kv_write,

@@ -28,6 +28,7 @@ _ARGUMENT: "Mapping[str, type[ctypes._SimpleCData[Any]]]" = {
 #: C functions by name, one letter for each argument: p pointer, n int64, i int32, f float. Groups are for the eye.
 _SIGNATURES = {
     "hs_linear": "pni pni p p nnn i",
+    "hs_head_linear": "pinn pinn pi nnnn i",
     "hs_recurrence": "pinn pinn pinn pinni pinn pn pi pppp nn nnnn fii",
     "hs_selective_scan": "pin pin pin pin p pn p pppp nn nn i",
     "hs_short_conv": "pin pi pi pin p pppp nn nn ii",

@@ -1,6 +1,6 @@
-"""Matrix products with weights in plain torch: `linear`, and the experts of `moe`.
+"""Matrix products with weights in plain torch: `linear`, `head_linear`, and the experts of `moe`.
 
-Owns both operations of the reference backend and the widening to fp32 where a CPU is slow at 16-bit products. Must not
+Owns these operations of the reference backend and the widening to fp32 where a CPU is slow at 16-bit products. Must not
 know layers. `offer` picks the form of `linear` once; `moe` is given the same one.
 """
 
@@ -40,6 +40,16 @@ def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         piece = buffer[: last - first].copy_(weight[first:last])
         y[:, first:last] = F.linear(wide, piece, None if bias is None else bias[first:last].float())
     return y.view(*x.shape[:-1], out_features)
+
+
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """See `ops.HeadLinear`. x: [T, H, in]; weight: [H, out, in]. Returns [T, H, out]."""
+    return (x.transpose(0, 1) @ weight.mT).transpose(0, 1)
+
+
+def widened_head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`head_linear` for CPUs without 16-bit products: through fp32, rounded once. Shapes as there."""
+    return head_linear(x.float(), weight.float()).to(x.dtype)
 
 
 def slow_at(device: torch.device, dtype: torch.dtype) -> bool:
