@@ -11,7 +11,7 @@ from hybridserve.cli import main
 from hybridserve.errors import UsageError
 from hybridserve.kv.arena import plan_cache
 from hybridserve.kv.spec import PagedSpec, StateSpec, TensorSpec
-from hybridserve.replay.oracle import capacity_hits, longest_prefixes
+from hybridserve.replay.oracle import capacity_hits, visits_of
 from hybridserve.replay.roofline import DEVICES, Roofline
 from hybridserve.replay.simulate import Replay
 from hybridserve.replay.trace import SYNTHETIC, Segment, TraceRequest, load_trace, read_trace, tokens_of
@@ -27,6 +27,10 @@ def replay(trace, nbytes, *, policy="cost", num_seqs=32):
     roofline = Roofline.of(plan, DEVICES["h200"], dense=3 * 10**9, experts=32 * 10**9, expert_share=1 / 32, itemsize=2)
     run = Replay(trace, plan, roofline, max_model_len=65536, max_num_seqs=num_seqs, max_num_batched_tokens=8192, policy=policy)
     return run.run(), plan
+
+
+def longest_prefixes(trace):
+    return [visit.hit for visit in visits_of(trace)]
 
 
 def tokens(request):
@@ -59,11 +63,11 @@ def test_the_capacity_oracle_keeps_what_is_used_soonest():
     a, b = Segment(1, 100), Segment(2, 100)
     order = [a, b, b, a, b]
     trace = [TraceRequest(float(i), (s, Segment(100 + i, 10)), Segment(200 + i, 5)) for i, s in enumerate(order)]
-    everything = capacity_hits(trace, nbytes=1e9, kv_nbytes_per_token=1, state_nbytes=10)
+    everything = capacity_hits(visits_of(trace), nbytes=1e9, kv_nbytes_per_token=1, state_nbytes=10)
     assert everything == longest_prefixes(trace) == [0, 0, 100, 100, 100]
     # Room for one of the two (100 of text, 10 of state): b is used sooner, then a has nothing.
-    assert capacity_hits(trace, nbytes=115, kv_nbytes_per_token=1, state_nbytes=10) == [0, 0, 100, 0, 100]
-    assert capacity_hits(trace, nbytes=50, kv_nbytes_per_token=1, state_nbytes=10) == [0] * 5
+    assert capacity_hits(visits_of(trace), nbytes=115, kv_nbytes_per_token=1, state_nbytes=10) == [0, 0, 100, 0, 100]
+    assert capacity_hits(visits_of(trace), nbytes=50, kv_nbytes_per_token=1, state_nbytes=10) == [0] * 5
 
 
 def test_no_hit_beats_the_oracle():
@@ -113,12 +117,26 @@ def test_mooncake_files_are_read_plain_and_gzipped(tmp_path):
     np.testing.assert_array_equal(tokens(trace[0]), tokens(trace[1])[:1000])
 
 
+def test_the_tokens_behind_the_last_id_go_on_as_the_next_prompt_of_the_session_does(tmp_path):
+    rows = [
+        {"session": "a", "timestamp_ms": 0, "input_length": 150, "output_length": 9, "hash_ids": [1, 2]},
+        {"session": "b", "timestamp_ms": 1, "input_length": 150, "output_length": 9, "hash_ids": [1, 2]},
+        {"session": "a", "timestamp_ms": 2, "input_length": 200, "output_length": 9, "hash_ids": [1, 2, 3]},
+    ]
+    path = tmp_path / "sessions.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    trace = read_trace(str(path))
+    assert [request.num_prompt for request in trace] == [150, 150, 200]
+    assert longest_prefixes(trace) == [0, 0, 150]
+    assert longest_prefixes(trace) == brute_force(trace)
+
+
 def test_unreadable_traces_are_refused(tmp_path):
     with pytest.raises(UsageError, match="no synthetic trace; known: shared-prefixes"):
         load_trace("nothing", num_requests=1, seed=0)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"timestamp": 0, "input_length": 3}\n')
-    with pytest.raises(UsageError, match="lacks 'hash_ids'"):
+    with pytest.raises(UsageError, match="each line needs input_length, output_length and hash_ids"):
         load_trace(str(bad), num_requests=1, seed=0)
 
 

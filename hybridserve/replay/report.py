@@ -10,7 +10,7 @@ import msgspec
 
 from hybridserve.errors import MissingDependencyError
 from hybridserve.kv.arena import CachePlan
-from hybridserve.replay.oracle import capacity_hits, longest_prefixes
+from hybridserve.replay.oracle import capacity_hits, visits_of
 from hybridserve.replay.simulate import Outcome
 from hybridserve.replay.trace import TraceRequest
 
@@ -46,10 +46,11 @@ def make_report(
     kept = [trace[number] for number in ran]
     total = max(1, sum(request.num_prompt for request in kept))
     hits = sum(outcome.hits[number] for number in ran)
-    oracle = sum(longest_prefixes(kept))
+    visits = visits_of(kept)
+    oracle = sum(visit.hit for visit in visits)
     capacity = sum(
         capacity_hits(
-            kept,
+            visits,
             nbytes=nbytes,
             kv_nbytes_per_token=plan.kv_nbytes_per_token,
             state_nbytes=plan.state_nbytes_per_sequence,

@@ -108,7 +108,7 @@ class Replay:
 
     def _arrive(self, number: int) -> None:
         request = self._trace[number]
-        prompt = np.concatenate([tokens_of(segment) for segment in request.prompt])
+        prompt = tokens_of(*request.prompt)
         room = self._scheduler.limits.max_model_len - request.answer.length - 1
         if len(prompt) > room:
             self._outcome.num_refused += 1

@@ -5,13 +5,13 @@ so what two prompts share is known without text. Must not know the engine. Calle
 """
 
 import gzip
-import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,10 +40,13 @@ class TraceRequest:
         return sum(segment.length for segment in self.prompt)
 
 
-def tokens_of(segment: Segment) -> NDArray[np.int32]:
-    """Token ids of a segment: a stream of 31-bit numbers that differs from its first token on between keys."""
-    index = np.arange(segment.length, dtype=np.uint64)
-    mixed = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(_mix(segment.key))
+def tokens_of(*segments: Segment) -> NDArray[np.int32]:
+    """Token ids of segments, one behind the other: each a stream of 31-bit numbers that differs by key from the first on."""
+    lengths = np.array([segment.length for segment in segments], np.int64)
+    starts = np.cumsum(lengths) - lengths
+    keys = np.array([_mix(segment.key) for segment in segments], np.uint64)
+    index = (np.arange(int(lengths.sum())) - np.repeat(starts, lengths)).astype(np.uint64)
+    mixed = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ np.repeat(keys, lengths)
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     return ((mixed >> np.uint64(31)) & np.uint64(_MASK)).astype(np.int32)
 
@@ -52,42 +55,66 @@ def _mix(key: int) -> int:
     return (key * 0x94D049BB133111EB + 0x2545F4914F6CDD1D) & (2**64 - 1)
 
 
+class _Row(msgspec.Struct):
+    """A line of a trace file."""
+
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: Annotated[int, msgspec.Meta(ge=0)]
+    hash_ids: list[int]
+    timestamp: float | None = None
+    timestamp_ms: float = 0.0
+    session: str | int = ""
+
+    @property
+    def arrival_ms(self) -> float:
+        return self.timestamp_ms if self.timestamp is None else self.timestamp
+
+
 def read_trace(path: str) -> list[TraceRequest]:
     """Read Mooncake-style jsonl (`.gz` too): one object a line with a time in ms, lengths, and ids of consecutive blocks.
 
-    The block's unit in tokens is what the lengths imply. With a `session`, ids count within it. Raises UsageError.
+    The block's unit in tokens is what the lengths imply. With a `session`, ids count within it. Tokens behind the last id, fewer
+    than a unit, are taken for the beginning of the block that follows in the next prompt which goes on from this one; if there is
+    none, for text of their own. Raises UsageError.
     """
-    opener: Callable[..., Any] = gzip.open if path.endswith(".gz") else open
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file if line.strip()]
-    except (OSError, ValueError) as error:
-        raise UsageError(f"trace {path!r}: {error}; give a jsonl file, plain or gzipped") from error
-    unit = _unit_of(rows, path)
-    sessions: dict[str, int] = {}
-    requests = [_request(row, unit, sessions) for row in rows]
-    return sorted(requests, key=lambda request: request.arrival_s)
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+            decoder = msgspec.json.Decoder(_Row)
+            rows = [decoder.decode(line) for line in file if not line.isspace()]
+    except (OSError, EOFError, ValueError) as error:
+        hint = "each line needs input_length, output_length and hash_ids"
+        raise UsageError(f"trace {path!r}: {error}; give a jsonl file, plain or gzipped; {hint}") from error
+    unit = _unit_of(rows)
+    bases: dict[str | int, int] = {}
+    blocks: dict[int, Segment] = {}  # one object for each block, however many prompts have it
+    following: dict[tuple[str | int, int], list[int]] = {}  # by session and first id: ids of the next prompt
+    requests = []
+    for row in sorted(rows, key=lambda row: row.arrival_ms, reverse=True):
+        base = bases.setdefault(row.session, len(bases)) << 40
+        name = (row.session, row.hash_ids[0] if row.hash_ids else -1)
+        requests.append(_request(row, unit, base, following.get(name, []), blocks))
+        following[name] = row.hash_ids
+    return requests[::-1]
 
 
-def _unit_of(rows: list[dict[str, Any]], path: str) -> int:
-    """Tokens per block: the smallest power of two at which every prompt fits its ids."""
-    try:
-        need = max(-(-row["input_length"] // max(1, len(row["hash_ids"]))) for row in rows)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"trace {path!r}: a line lacks {error}; each needs input_length, output_length and hash_ids") from error
-    return 1 << (need - 1).bit_length()
+def _unit_of(rows: list[_Row]) -> int:
+    """Tokens per block: the smallest power of two at which every prompt fits its ids, but for less than a block."""
+    units = (1 << power for power in range(4, 20))
+    return next((unit for unit in units if all(row.input_length // unit <= len(row.hash_ids) for row in rows)), 1 << 20)
 
 
-def _request(row: Mapping[str, Any], unit: int, sessions: dict[str, int]) -> TraceRequest:
-    session = str(row.get("session", ""))
-    base = sessions.setdefault(session, len(sessions)) << 40
-    length, ids = int(row["input_length"]), row["hash_ids"]
-    segments = [Segment(base + int(block) + 1, unit) for block in ids[: length // unit]]
-    if length % unit and len(ids) > length // unit:
-        segments.append(Segment(base + int(ids[length // unit]) + 1, length % unit))
-    arrival_s = float(row.get("timestamp", row.get("timestamp_ms", 0))) / 1000
-    fresh = (1 << 62) + hash_of(base, arrival_s, row["input_length"], row["hash_ids"][-1:])
-    return TraceRequest(arrival_s, tuple(segments), Segment(fresh, max(1, int(row["output_length"]))))
+def _request(row: _Row, unit: int, base: int, following: list[int], blocks: dict[int, Segment]) -> TraceRequest:
+    whole, rest = divmod(row.input_length, unit)
+    segments = [
+        blocks.get(base + block) or blocks.setdefault(base + block, Segment(base + block + 1, unit))
+        for block in row.hash_ids[:whole]
+    ]
+    own = (1 << 62) + hash_of(base, row.arrival_ms, row.input_length, row.hash_ids[-1:])
+    if rest:
+        goes_on = len(following) > whole and following[:whole] == row.hash_ids[:whole]
+        known = row.hash_ids if len(row.hash_ids) > whole else following if goes_on else []
+        segments.append(Segment(base + known[whole] + 1 if known else own + 1, rest))
+    return TraceRequest(row.arrival_ms / 1000, tuple(segments), Segment(own, max(1, row.output_length)))
 
 
 def hash_of(*parts: object) -> int:
