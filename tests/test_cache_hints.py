@@ -84,9 +84,10 @@ def test_nobody_waits_for_a_prefix_that_will_not_be_stored(layout):
 
 
 @pytest.mark.parametrize("layout", WITH_STATES)
-def test_a_pinned_state_outlives_the_others(layout):
+@pytest.mark.parametrize("policy", ["cost", "lru"])
+def test_a_pinned_state_outlives_the_others(layout, policy):
     """Requests of which each fills a part of memory come by; only what is pinned is still there."""
-    simulation, _ = build(layout, superpages=40)
+    simulation, _ = build(layout, superpages=40, policy=policy)
     kept, other = text(40, 1), text(40, 2)
     run(simulation, request("kept", kept, 1, pin=True))
     run(simulation, request("other", other, 1))

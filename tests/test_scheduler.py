@@ -202,6 +202,16 @@ def test_deadline_ends_a_request_with_timeout():
     simulation.scheduler.check()
 
 
+def test_a_deadline_is_not_that_of_a_later_request_with_the_same_id():
+    simulation, _ = build("attention")
+    one = EngineRequest(request_id="a", prompt_token_ids=[0, 1], sampling=SamplingParams(max_tokens=50), deadline_s=5)
+    simulation.scheduler.add(one, now=0.0)
+    simulation.scheduler.abort(["a"])
+    simulation.scheduler.add(one, now=4.0)
+    assert simulation.scheduler.expire(5.5) == []
+    assert [ended.reason for ended in simulation.scheduler.expire(9.5)] == ["timeout"]
+
+
 class Machine(RuleBasedStateMachine):
     """Any order of arrivals, steps, aborts and failing steps, on any layout and amount of memory."""
 
