@@ -44,6 +44,7 @@ CHECKPOINTS: Mapping[str, str] = {
     "DeepseekV3ForCausalLM": "DeepSeek-V3 and R1",
     "DeepseekV32ForCausalLM": "DeepSeek-V3.2",
     "FalconH1ForCausalLM": "Falcon-H1 0.5B to 34B, Falcon-H1-Tiny-90M",
+    "FalconMambaForCausalLM": "falcon-mamba-7b",
     "Gemma3ForCausalLM": "Gemma 3 270M, 1B",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B (text part)",
     "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
@@ -58,6 +59,7 @@ CHECKPOINTS: Mapping[str, str] = {
     "Lfm2MoeForCausalLM": "LFM2-8B-A1B",
     "Lfm3ForCausalLM": "LFM3-1.7B",
     "LlamaForCausalLM": "Llama 2 and 3, SmolLM2",
+    "MambaForCausalLM": "mamba-130m-hf to mamba-2.8b-hf",
     "Mamba2ForCausalLM": "mamba2-2.8b, Mamba-Codestral-7B",
     "MiniMaxForCausalLM": "MiniMax-Text-01, MiniMax-M1",
     "NemotronHForCausalLM": "Nemotron-3 Nano, Super, Ultra",
@@ -71,8 +73,21 @@ CHECKPOINTS: Mapping[str, str] = {
     "Qwen4ExpForConditionalGeneration": "Qwen3.8-Flash-Next (text part)",
     "Zamba2ForCausalLM": "Zamba2 1.2B, 2.7B, 7B",
 }
-#: Keys whose only allowed value depends on other keys of the same config, in words.
-_RELATIVE = {"num_key_value_heads": "num_attention_heads", "experts_per_token": "num_experts_per_tok"}
+#: Keys whose only allowed value follows from another key of the same config, which is named.
+_RELATIVE = {
+    "num_key_value_heads": "num_attention_heads", "experts_per_token": "num_experts_per_tok",
+    "layers_block_type": "attn_layer_period", "layers_num_experts": "expert_layer_period",
+    "hybrid_layer_ids": "layers_block_type",
+    "attention_hidden_size": "hidden_size", "attention_head_dim": "hidden_size", "head_dim": "hidden_size",
+    "kv_channels": "hidden_size", "num_query_groups": "num_attention_heads", "mamba_headdim": "n_mamba_heads",
+    "intermediate_size": "expand",
+}  # fmt: skip
+#: Parts of releases that a text decoder leaves alone: a tensor of it, and what is said.
+_PARTS = (
+    ("model.visual.blocks.0.x", "images: the vision tower is left alone"),
+    ("vision_tower.x", "images: the vision tower is left alone"),
+    ("mtp.layers.0.x", "drafts: the extra layers are left alone"),
+)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -135,20 +150,36 @@ def model_rows() -> Iterator[tuple[str, ...]]:
         mine = [sample for name in names for sample in seen.get(name, [])]
         kinds = sorted({kind for sample in mine for kind in sample.model.layer_kinds()})
         releases = sorted({CHECKPOINTS[name] for name in names if name in CHECKPOINTS})
+        specs = [named for sample in mine for layer in sample.model.cache_specs() for named in layer.items()]
         expected = {key: allowed for sample in mine for key, allowed in sample.expected.items()}
+        refused = [_refused(key, allowed) for key, allowed in sorted(expected.items())]
         yield (
             "<br>".join(map(code, names)),
             code("hybridserve/models/" + builder.__module__.rpartition(".")[2] + ".py"),
             ", ".join(map(code, kinds)) or "-",
+            "<br>".join(sorted({f"{code(name.partition('.')[2])}: {_kept(spec)}" for name, spec in specs})) or "-",
             "; ".join(releases) or "-",
-            "<br>".join(_allowed(key, allowed) for key, allowed in sorted(expected.items())) or "-",
+            "<br>".join([*_parts_left(mine), *refused]) or "-",
         )
 
 
-def _allowed(key: str, allowed: tuple[object, ...]) -> str:
+def _parts_left(mine: Iterable[Sample]) -> list[str]:
+    """Parts of a release that are not used, as far as the names that are left alone tell."""
+    found = set()
+    for model in (sample.model for sample in mine):
+        after_last = f"model.layers.{len(model.layer_kinds())}.x"
+        for tensor, text in (*_PARTS, (after_last, _PARTS[-1][1])):
+            if model.weight_map.is_ignored(tensor):
+                found.add(text)
+    return sorted(found, reverse=True)
+
+
+def _refused(key: str, allowed: tuple[object, ...]) -> str:
     if key in _RELATIVE:
-        return f"{code(key)} as {code(_RELATIVE[key])}"
-    return f"{code(key)}: {' or '.join(json.dumps(value) for value in allowed) or 'null'}"
+        return f"{code(key)} unlike what {code(_RELATIVE[key])} gives"
+    if len(allowed) == 1 and isinstance(allowed[0], bool):
+        return f"{code(key)}: {json.dumps(not allowed[0])}"
+    return f"{code(key)} other than {' or '.join(json.dumps(value) for value in allowed) or 'null'}"
 
 
 def cache_rows() -> Iterator[tuple[str, ...]]:
@@ -252,7 +283,7 @@ def metric_rows() -> Iterator[tuple[str, ...]]:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
-    "models": lambda: table(("class", "file", "layers", "releases", "config keys with a fixed value"), model_rows()),
+    "models": lambda: table(("class", "file", "layers", "caches", "releases", "not supported"), model_rows()),
     "mixers": lambda: table(("kind", "class", "caches", "what it computes"), cache_rows()),
     "engine settings": lambda: table(("flag", "default", "meaning"), setting_rows(EngineSettings)),
     "server settings": lambda: table(("flag", "default", "meaning"), setting_rows(ServerSettings)),

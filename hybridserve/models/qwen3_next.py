@@ -33,8 +33,9 @@ RENAMES = (
     (r"\.mlp\.shared_gate\.", ".mlp.shared_expert_gate."),
     (r"\.down\.weight$", ".down_proj.weight"),
 )
-#: Tensors of the release that a text decoder leaves alone: the draft head and the vision tower.
-IGNORED = (r"mtp\..*", r"(model\.)?visual\..*")
+#: Tensors of releases that a text decoder leaves alone: the draft head, and of those that wrap it the vision tower.
+_DRAFTS = r"mtp\..*"
+IGNORED = (_DRAFTS, r"(model\.)?visual\..*")
 RULES = (
     Rule(r"(.*\.conv1d)\.weight", (Spelling((r"\1.weight",), DEPTHWISE),)),
     Rule(
@@ -185,5 +186,5 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
         ops,
         dtype,
         tied=config.read("tie_word_embeddings", bool, False),
-        weight_map=WeightMap(RENAMES, (*_projections(read_gated_delta(config)), *RULES), ignored=IGNORED),
+        weight_map=WeightMap(RENAMES, (*_projections(read_gated_delta(config)), *RULES), ignored=(_DRAFTS,)),
     )
