@@ -77,7 +77,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 def parse_nbytes(text: str) -> int:
     """Bytes from `24GiB`, `512MB`, `1e9` or a plain number. Raises UsageError."""
-    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:e\d\d?)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
     if match is None or match[2].lower() not in _UNITS:
         raise UsageError(f"{text!r} is not a size; write it like 24GiB, 512MB or a number of bytes")
     return int(float(match[1]) * _UNITS[match[2].lower()])
@@ -129,7 +129,14 @@ def resolve(kind: type[S], *sources: Mapping[str, Any]) -> S:
     try:
         return msgspec.convert({name: _plain(kind, name, value) for name, value in merged.items()}, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise UsageError(f"settings: {error}; --help tells what each may be") from error
+        raise UsageError(f"{_which(str(error), merged)}; --help tells what each may be") from error
+
+
+def _which(error: str, values: Mapping[str, object]) -> str:
+    """msgspec's error with the setting's name and value in front, if it says where it is."""
+    reason, found, place = error.partition(" - at `$.")
+    name = place.partition("[")[0].rstrip("`")
+    return f"setting {name} is {values.get(name)!r:.100}: {reason}" if found else f"settings: {error}"
 
 
 def unit_of(kind: type[msgspec.Struct], name: str) -> str | None:

@@ -17,8 +17,8 @@ class Release:
     architecture: str
     config: str
     text: Mapping[str, object]
-    kv_nbytes: int | None  # a token; None where it depends on how an index is kept
-    state_nbytes: int | None  # a sequence; None likewise
+    kv_nbytes: int  # a token
+    state_nbytes: int  # a sequence
     source: str
     is_wrapped: bool = False
 
@@ -160,8 +160,9 @@ RELEASES: Mapping[str, Release] = {
         | {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048}
         | {"indexer_compress_ratio": 4, "ple_layer_ids": [2], "ple_embed_dim": 2560, "split_ngram_parts": 128}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}, "eos_token_id": 248044},
-        None,
-        None,
+        24_576 + 768,  # and one pooled index key of 128 for 4 tokens
+        # Layer 2's window and last token ids; of each index the rows of a group that is not yet full.
+        115_458_048 + 184_336 + 12 * 3 * 128 * 2,
         "docs.nvidia.com NeMo AutoModel, qwen3_8_flash_next",
         is_wrapped=True,
     ),
@@ -170,7 +171,7 @@ RELEASES: Mapping[str, Release] = {
         "Glm5NextConfig",
         {"index_kpool": 4},
         11_264 + 704,  # the latent, and one pooled index key of 128 for 4 tokens
-        None,
+        147_619_840 + 11 * 3 * 256 * 2,  # and of each index the rows, keys and gates, of a group that is not yet full
         "docs.nvidia.com NeMo AutoModel, glm-5-3-flash",
         is_wrapped=True,
     ),

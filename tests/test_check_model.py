@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -48,7 +49,7 @@ def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Found]
 
     def run(model: Path | str, *arguments: str) -> tuple[int, Found]:
         capsys.readouterr()
-        memory = () if "--memory" in arguments else ("--memory", "4TiB")
+        memory = () if any(one.startswith("--memory") for one in arguments) else ("--memory", "4TiB")
         code = main(["check-model", str(model), *QUICK, *memory, *arguments, "--json"])
         report = json.loads(capsys.readouterr().out)
         assert report["exit_code"] == code
@@ -94,8 +95,10 @@ def test_released_shapes_cost_what_the_literature_says(name: str, tmp_path: Path
         return
     assert code == 0, [one for one in report["checks"] if one["status"] == "FAIL"]
     memory = report["memory"]
-    assert release.kv_nbytes in (None, memory["kv_nbytes_per_token"])
-    assert release.state_nbytes in (None, memory["state_nbytes_per_sequence"])
+    assert release.kv_nbytes == memory["kv_nbytes_per_token"]
+    assert release.state_nbytes == memory["state_nbytes_per_sequence"]
+    for group in memory["groups"]:
+        assert group["page_nbytes"] * group["pages_per_superpage"] == memory["superpage_nbytes"]
     assert sum(run["num_layers"] for run in report["layers"]) >= 16
     assert report["dtype"] == "bfloat16"
 
@@ -292,6 +295,30 @@ def nothing(folder: Path) -> None:
     pass
 
 
+def become(name: str | None, text: str) -> Callable[[Path], None]:
+    """A folder with one file in it, or none."""
+
+    def work(folder: Path) -> None:
+        shutil.rmtree(folder)
+        path = folder / (name or ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
+        if name is not None:
+            path.write_text(text)
+
+    return work
+
+
+def dangle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("nowhere/model.safetensors")
+
+
+def unopenable(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+
+
 LOOP = "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}"
 DOUBLE = "{% set ns = namespace(x='xxxxxxxx') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
 ESCAPE = "{{ messages.__class__.__mro__[-1].__subclasses__() }}"
@@ -317,6 +344,26 @@ BROKEN: Mapping[str, tuple[Callable[[Path], Any], tuple[str, ...], int, str, tup
     "a key that nobody knows": (
         set_config(attn_res_block_size=12), (), 3, "config", ("attn_res_block_size=12", "--ignore-config-keys"),
     ),
+    "several keys": (
+        set_config(normalization_function="layernorm", hidden_act="gelu", attn_res_block_size=12), (), 3, "config",
+        ("normalization_function is 'layernorm'", "hidden_act is 'gelu'", "attn_res_block_size=12",
+         "--ignore-config-keys normalization_function", "--ignore-config-keys hidden_act"),
+    ),
+    "quantised in a way that is not read": (
+        set_config(quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"}), (), 3, "config",
+        ("'NVFP4'", "'FP8'"),
+    ),
+    "an adapter alone": (
+        become("adapter_config.json", '{"base_model_name_or_path": "o/n"}'), (), 3, "source", ("adapter", "'o/n'", "merge"),
+    ),
+    "a GGUF file": (become("model-Q4.gguf", "GGUF"), (), 3, "source", ("model-Q4.gguf", "safetensors")),
+    "a diffusion pipeline": (become("model_index.json", "{}"), (), 3, "source", ("diffusion", "language model")),
+    "an empty folder": (become(None, ""), (), 4, "source", ("empty folder", "downloaded")),
+    "a folder above the model": (become("inner/config.json", "{}"), (), 2, "source", ("'inner'", "give")),
+    "a folder of the cache": (become("snapshots/abc/config.json", "{}"), (), 2, "source", ("cache", "snapshots/abc")),
+    "the cache itself": (become("models--o--n/refs/main", ""), (), 2, "source", ("cache", "'o/n'")),
+    "a link that leads nowhere": (dangle, (), 4, "source.shards", ("model.safetensors", "No such file", "link")),
+    "weights that cannot be opened": (unopenable, (), 4, "source.shards", ("model.safetensors", "cannot be read", "permissions")),
     "absurd size": (set_config(hidden_size=10**12), (), 3, "config", ("hidden_size", "1000000000000")),
     "dtype unknown": (set_config(dtype="int4"), (), 3, "config", ("int4", "--dtype")),
     "missing shard": (lose_shard, (), 4, "source.shards", ("model-00001-of-00002.safetensors", "missing", "Download all")),
@@ -353,6 +400,12 @@ BROKEN: Mapping[str, tuple[Callable[[Path], Any], tuple[str, ...], int, str, tup
     "block size of none": (nothing, ("--block-size", "0"), 2, "usage", ("block_size",)),
     "unknown device": (nothing, ("--device", "cuda:tpu"), 2, "target", ("cuda:tpu", "cuda:h200")),
     "unknown size": (nothing, ("--memory", "much"), 2, "usage", ("'much'", "24GiB")),
+    "no memory": (nothing, ("--memory", "0"), 2, "usage", ("--memory is 0", "24GiB")),
+    "a size with two points": (nothing, ("--memory", "1.5.5GiB"), 2, "usage", ("'1.5.5GiB'", "24GiB")),
+    "a negative size": (nothing, ("--memory=-1GiB",), 2, "usage", ("'-1GiB'", "24GiB")),
+    "an endless size": (nothing, ("--memory", "1e999"), 2, "usage", ("'1e999'", "24GiB")),
+    "longer than the model": (nothing, ("--max-model-len", "99999999"), 2, "memory", ("99,999,999", "trained", "lower it")),
+    "tokenizer elsewhere and not there": (nothing, ("--tokenizer", "nowhere"), 2, "chat.tokenizer", ("'nowhere'", "repo id")),
     "unknown backend": (nothing, ("--backend", "delta_rule=magic"), 2, "backends", ("magic", "reference")),
     "plug-in that fails": (
         write("plugin.py", "raise RuntimeError('boom')"), ("--plugin", "{}/plugin.py"), 6, "plugin", ("boom", "repair"),
@@ -379,6 +432,61 @@ def test_broken_inputs_are_refused_with_their_code_and_remedy(what: str, folder:
         printed = capsys.readouterr().out
         assert f"FAIL {name}: {failure['detail']} -> {failure['fix']}" in printed.splitlines()
         assert printed.rstrip().endswith(f"(exit {code})")
+
+
+@pytest.mark.parametrize("what", ["truncated", "only a pickle", "a size with two points"])
+def test_the_command_line_says_the_same_in_a_process_of_its_own(what: str, folder: Path) -> None:
+    break_it, arguments, code, name, words = BROKEN[what]
+    break_it(folder)
+    command = [sys.executable, "-c", "import sys; from hybridserve.cli import main; sys.exit(main())", "check-model", str(folder)]
+    memory = () if "--memory" in arguments else ("--memory", "4TiB")
+    for form in ((), ("--json",)):
+        done = subprocess.run([*command, *QUICK, *memory, *arguments, *form], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (code, "")
+        assert all(word in done.stdout for word in words)
+    failure = only(json.loads(done.stdout), "FAIL")
+    assert (failure["id"], failure["exit_code"]) == (name, code)
+
+
+def test_the_files_of_a_cache_are_links_and_are_followed(folder: Path, tmp_path: Path, check) -> None:
+    snapshot = tmp_path / "models--o--n/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    for place, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blob := tmp_path / f"models--o--n/{place}.blob")
+        (snapshot / file.name).symlink_to(blob)
+    code, report = check(snapshot)
+    assert code == 0, report["checks"]
+    assert found(report, "tensors")
+
+
+@pytest.mark.parametrize(("name", "code"), [("model.gguf", 3), ("model.safetensors", 2), ("model.py", 2)])
+def test_a_single_file_that_is_no_config_is_told_what_to_give(name: str, code: int, tmp_path: Path, check) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    found_code, report = check(tmp_path / name)
+    assert found_code == code
+    assert only(report, "FAIL")["fix"]
+
+
+def test_a_config_alone_with_a_tokenizer_is_checked_for_chat(tmp_path: Path, check) -> None:
+    code, report = check(write_config("LFM2-350M", tmp_path), "--tokenizer", "demo")
+    assert code == 0
+    assert found(report, "chat.template")[0]["status"] == "PASS"
+    assert report["not_checked"] == []
+
+
+def test_a_key_to_ignore_that_is_not_there_is_a_warning(folder: Path, check) -> None:
+    code, report = check(folder, "--ignore-config-keys", "rope_parameters.nope")
+    assert code == 0
+    (warning,) = (one for one in found(report, "config") if one["status"] == "WARN")
+    assert "rope_parameters.nope" in warning["detail"]
+
+
+def test_without_a_model_the_report_is_json_too(capsys, monkeypatch) -> None:
+    monkeypatch.delenv("HYBRIDSERVE_MODEL", raising=False)
+    assert main(["check-model", "--json"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["model"] == ""
+    assert "no model is named" in only(report, "FAIL")["detail"]
 
 
 @pytest.mark.parametrize("model", ["no/such/folder", "nowhere"])
@@ -473,7 +581,8 @@ def test_what_is_passed_over_is_told_and_nothing_is_compiled_to_find_out(tmp_pat
     assert plain.startswith("trailing by reference: ")
     assert plain.endswith("not cpu: does not implement it")
     assert not list(tmp_path.glob("cache/**/*.so"))
-    # What was foreseen is what is chosen.
+    # What was foreseen is what is chosen, which compiles.
+    monkeypatch.undo()
     foreseen = select(torch.device("cpu"), torch.float32, (), FORESEEN).reasons
     chosen = select(torch.device("cpu"), torch.float32, (), BACKENDS).reasons
     assert {name: choice.backend for name, choice in foreseen.items()} == {name: c.backend for name, c in chosen.items()}

@@ -4,13 +4,16 @@ Owns these findings. Must not know weights. Called by `checker.py` with what the
 """
 
 import hashlib
+from pathlib import Path
 
 from hybridserve.check.rendering import ANSWER, SYSTEM, TOOL, Rendering
 from hybridserve.check.report import Finding, passed, warned
 from hybridserve.check.source import Source
+from hybridserve.config import EngineSettings
 from hybridserve.engine.generation_config import read_json, read_sampling_defaults, token_ids
 from hybridserve.engine.text import Tokenizer
 from hybridserve.errors import HybridServeError, WeightsError
+from hybridserve.origin import find
 
 #: What in a template tells how the model writes a tool call, the most specific first.
 TOOL_FORMATS = (
@@ -28,12 +31,20 @@ REASONING_FORMATS = (("<think>", "text in <think>"), ("<|channel|>", "harmony: c
 _FIRST_CHARS = 64
 
 
-def read_tokenizer(source: Source) -> Tokenizer | None:
-    """The tokenizer, or None where the model has no file of it. Raises WeightsError when the file is broken."""
-    if not (source.folder.path / "tokenizer.json").is_file():
+def text_folder(source: Source, settings: EngineSettings) -> Path:
+    """Where tokenizer and template are: the model's folder, or what `--tokenizer` names. Raises UsageError."""
+    if settings.tokenizer is None:
+        return source.folder.path
+    path = find(settings.tokenizer, with_weights=False)
+    return path.parent if path.is_file() else path
+
+
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer, or None where there is no file of it. Raises WeightsError when the file is broken."""
+    if not (folder / "tokenizer.json").is_file():
         return None
     try:
-        return Tokenizer.from_folder(source.folder.path)
+        return Tokenizer.from_folder(folder)
     except HybridServeError as error:
         raise WeightsError(str(error)) from error
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from hybridserve.check.content import check_files
@@ -21,7 +22,7 @@ from hybridserve.check.tensors import check_tensors, find_match, scan_values
 from hybridserve.config import EngineSettings
 from hybridserve.engine.features import features_off
 from hybridserve.engine.sizing import unlimited_plan
-from hybridserve.errors import HybridServeError
+from hybridserve.errors import HybridServeError, WeightsError
 from hybridserve.models import CausalLM
 from hybridserve.registry import load_plugin
 
@@ -60,6 +61,8 @@ class _Checker:
             return work()
         except HybridServeError as error:
             self.add([failed(name, error)])
+        except OSError as error:
+            self.add([failed(name, _unreadable(error))])
         except Exception as error:  # a fault of ours must not hide what else was found out
             log.debug("check %s failed", name, exc_info=True)
             text = f"the check itself failed: {type(error).__name__}: {str(error)[:300]}"
@@ -102,7 +105,7 @@ class _Checker:
         self.add([found] if found is not None else ())
         model = self.attempt("config" if served else "architecture", lambda: lay_out(source, settings))
         if model is not None:
-            self.add([check_config(source, settings)])
+            self.add(check_config(source, settings))
             self.report.architecture = model.info.architecture
             self.report.dtype = str(model.dtype).removeprefix("torch.")
         return model
@@ -139,17 +142,25 @@ class _Checker:
             self.add([warned("tensors.values", "not scanned: the weights are not on this machine", "download them first")])
 
     def _check_chat(self, source: Source, model: CausalLM | None) -> None:
-        if not source.has_weights:
+        if not self._has_text(source):
             return
         # Tokenizers and templates take a good part of a second to import, which a config alone needs not wait for.
-        from hybridserve.check.chat import check_defaults, check_stop_tokens, check_template, check_tokenizer, read_tokenizer
+        from hybridserve.check.chat import (
+            check_defaults,
+            check_stop_tokens,
+            check_template,
+            check_tokenizer,
+            read_tokenizer,
+            text_folder,
+        )
         from hybridserve.check.sandbox import render
 
-        found = self.attempt("chat.tokenizer", lambda: [read_tokenizer(source)])
-        if found is None:
+        folder = self.attempt("chat.tokenizer", lambda: text_folder(source, self.options.settings))
+        found = self.attempt("chat.tokenizer", lambda: [read_tokenizer(folder)]) if folder is not None else None
+        if folder is None or found is None:
             return
         tokenizer = found[0]
-        rendering = self.attempt("content.template", lambda: render(source, tokenizer.special_tokens if tokenizer else {}))
+        rendering = self.attempt("content.template", lambda: render(folder, tokenizer.special_tokens if tokenizer else {}))
         if rendering is None:
             return
         if rendering.cases:
@@ -181,7 +192,17 @@ class _Checker:
         return {finding.id.partition(".")[0] for finding in self.report.checks}
 
     def _applies(self, name: str, source: Source) -> bool:
-        return source.has_weights or name not in ("tensors", "chat")
+        if name == "tensors":
+            return source.has_weights and self.options.settings.load_format != "dummy"
+        return name != "chat" or self._has_text(source)
+
+    def _has_text(self, source: Source) -> bool:
+        return source.has_weights or self.options.settings.tokenizer is not None
+
+
+def _unreadable(error: OSError) -> WeightsError:
+    what = Path(error.filename).name if error.filename else "a file of the model"
+    return WeightsError(f"{what} cannot be read: {error.strerror or error}; see that it is there and to its permissions")
 
 
 def check_model(options: Options) -> Report:

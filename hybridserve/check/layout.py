@@ -8,7 +8,7 @@ import torch
 
 from hybridserve.backends.select import select
 from hybridserve.check.deferral import load_waiting
-from hybridserve.check.report import CacheTensor, Finding, LayerRun, passed
+from hybridserve.check.report import CacheTensor, Finding, LayerRun, passed, warned
 from hybridserve.check.source import Source
 from hybridserve.check.uses import operations_of
 from hybridserve.config import EngineSettings
@@ -44,11 +44,25 @@ def check_architecture(source: Source) -> Finding:
     return passed("architecture", f"{name}, served by {architectures[name].__module__}")
 
 
-def check_config(source: Source, settings: EngineSettings) -> Finding:
+def check_config(source: Source, settings: EngineSettings) -> list[Finding]:
     """That every key was read: those that change the mathematics are implemented."""
-    accepted = settings.ignore_config_keys
+    config, accepted = source.folder.config, settings.ignore_config_keys
     note = f", {', '.join(accepted)} unread as told" if accepted else ""
-    return passed("config", f"all {len(source.folder.config)} keys are understood{note}")
+    findings = [passed("config", f"all {len(config)} keys are understood{note}")]
+    absent = [key for key in accepted if not _has(config, key)]
+    if absent:
+        findings.append(
+            warned("config", f"--ignore-config-keys {absent[0]}: there is no such key", "leave it out, or give its whole path")
+        )
+    return findings
+
+
+def _has(config: object, path: str) -> bool:
+    """Whether a config has a key, given with dots between those that lead to it."""
+    head, _, rest = path.partition(".")
+    if not isinstance(config, dict) or head not in config:
+        return False
+    return not rest or _has(config[head], rest)
 
 
 def layer_runs(model: CausalLM, plan: CachePlan) -> list[LayerRun]:

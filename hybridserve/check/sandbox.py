@@ -6,20 +6,20 @@ Owns starting that process and what its end means; the chats are `rendering.py`'
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
 from hybridserve.check.rendering import LIMIT_S, Job, Rendering
-from hybridserve.check.source import Source
 from hybridserve.errors import UnsafeContentError, WeightsError
 
 #: Seconds that the child may take beside rendering: starting Python, mostly, on a machine that is busy.
 _START_S = 20.0
 
 
-def render(source: Source, special_tokens: Mapping[str, str]) -> Rendering:
+def render(folder: Path, special_tokens: Mapping[str, str]) -> Rendering:
     """Try the chat template out. Raises UnsafeContentError if it takes too long, too much memory, or breaks out."""
-    job = Job(folder=str(source.folder.path), special_tokens=dict(special_tokens))
+    job = Job(folder=str(folder), special_tokens=dict(special_tokens))
     try:
         done = subprocess.run(
             [sys.executable, "-m", "hybridserve.check.rendering"],

@@ -13,7 +13,7 @@ import msgspec
 
 from hybridserve.cli.flags import Sources, add_config, add_settings
 from hybridserve.config import EngineSettings, parse_nbytes
-from hybridserve.errors import HybridServeError
+from hybridserve.errors import HybridServeError, UsageError
 
 if TYPE_CHECKING:
     from hybridserve.check.report import Finding, Report
@@ -68,11 +68,11 @@ def _make_report(arguments: argparse.Namespace) -> "Report":
 
     device = arguments.device
     try:
-        memory = None if arguments.memory is None else parse_nbytes(arguments.memory)
+        memory = None if arguments.memory is None else _memory(arguments.memory)
         arguments.device = None
         settings = Sources(arguments).settings(EngineSettings)
     except HybridServeError as error:
-        return Report(model=str(arguments.model), device=device, checks=[failed("usage", error)])
+        return Report(model=arguments.model or "", device=device, checks=[failed("usage", error)])
     if not (arguments.is_run or arguments.deep or settings.plugin):
         import_torch()
     from hybridserve.check.checker import Options, check_model  # brings torch in
@@ -81,6 +81,13 @@ def _make_report(arguments: argparse.Namespace) -> "Report":
     known = kind if kind in ("cpu", "cuda") else "auto"
     settings = msgspec.structs.replace(settings, device=known)
     return check_model(Options(settings, device, memory, is_deep=arguments.deep, is_run=arguments.is_run))
+
+
+def _memory(text: str) -> int:
+    nbytes = parse_nbytes(text)
+    if nbytes < 1:
+        raise UsageError(f"--memory is {text}; give what weights and caches may take, such as 24GiB")
+    return nbytes
 
 
 def _print_table(report: "Report", code: int) -> None:
@@ -117,4 +124,4 @@ def _line(finding: "Finding") -> str:
 
 def _last_lines(report: "Report", code: int) -> list[str]:
     unchecked = [f"not checked, because of that: {', '.join(report.not_checked)}"] if report.not_checked else []
-    return [*unchecked, f"{report.model}: {_VERDICTS[code]} (exit {code})"]
+    return [*unchecked, f"{report.model or 'check-model'}: {_VERDICTS[code]} (exit {code})"]

@@ -6,6 +6,7 @@ Everything in these files is hostile input: each offset, shape and dtype is held
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +107,14 @@ def _read_sharded(folder: Path, names: Mapping[str, str]) -> dict[str, TensorEnt
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of one file, by name. Raises WeightsError when header and file do not agree."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise WeightsError(
+            f"{path.name} cannot be read: {error.strerror}; see to its permissions, and if it is a link to where it leads"
+        ) from error
+    with file:
+        size = os.fstat(file.fileno()).st_size
         first = file.read(8)
         length = int.from_bytes(first, "little") if len(first) == 8 else 0
         if first.startswith(b"version "):

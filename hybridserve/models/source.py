@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from hybridserve.errors import UnsupportedModelError, UsageError, WeightsError
+from hybridserve.models.foreign import file_refusal, folder_refusal
 from hybridserve.origin import find
 
 #: Endings of files that can run code when they are opened.
@@ -70,14 +71,14 @@ def resolve(source: str, *, load_format: str = "safetensors") -> ModelFolder:
 def _read_folder(source: str, path: Path) -> ModelFolder:
     config = path / "config.json"
     if not config.is_file():
-        raise WeightsError(f"{source!r} has no config.json; give the folder that the model was downloaded to, with all its files")
+        raise folder_refusal(source, path)
     generation = path / "generation_config.json"
     return ModelFolder(source, path, _read_json(config), _read_json(generation) if generation.is_file() else {}, True)
 
 
 def _read_config_only(source: str, path: Path, load_format: str) -> ModelFolder:
     if path.suffix != ".json":
-        raise UsageError(f"model {source!r} is a file; give the folder it is in, or a config.json with --load-format dummy")
+        raise file_refusal(source, path)
     if load_format != "dummy":
         raise UsageError(f"model {source!r} is a config without weights; add --load-format dummy to run it with random ones")
     return ModelFolder(source, path.parent, _read_json(path), {}, False)
@@ -86,7 +87,11 @@ def _read_config_only(source: str, path: Path, load_format: str) -> ModelFolder:
 def _read_json(path: Path) -> dict[str, object]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_hook=_with_floats)
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise WeightsError(
+            f"{path.name} cannot be read: {error.strerror}; see to its permissions, or download it again"
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise WeightsError(f"{path.name} is not valid JSON: {str(error)[:200]}; download the file again") from error
     if not isinstance(content, dict):
         raise WeightsError(f"{path.name} holds {type(content).__name__}, not an object of keys; download the file again")
