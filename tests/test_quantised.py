@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as tf
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -29,6 +30,7 @@ from hybridserve.models.quantisation import read_quantisation
 from hybridserve.models.quantised import Mxfp4, ScaledFloat
 from hybridserve.models.weights import Piece
 from tests.checkpoints import TINY, make, read_config, rewrite_config, rewrite_tensors, save, save_released
+from tests.driver import Driver
 
 CPU = torch.device("cpu")
 OPS = select(CPU, torch.float32, ["reference"]).ops
@@ -277,6 +279,7 @@ def test_experts_of_gpt_oss_in_4_bits(tmp_path: Path) -> None:
     method = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     four = open_folder(write(tmp_path / "four", config, stored, method), torch.bfloat16)
     assert_same(four, open_folder(write(tmp_path / "plain", config, meant, None), torch.bfloat16))
+    assert_logits_equal_transformers(tmp_path / "four")
     broken = dict(stored)
     name = next(name for name in broken if name.endswith("_scales"))
     del broken[name]
@@ -285,6 +288,18 @@ def test_experts_of_gpt_oss_in_4_bits(tmp_path: Path) -> None:
     refused(write(tmp_path / "orphan", config, orphan, method), name, "scale of nothing", "model.safetensors")
     short = {**stored, name: stored[name][:, :-1]}
     refused(write(tmp_path / "short", config, short, method), name, "and [experts, rows, groups]", "model.safetensors")
+
+
+def assert_logits_equal_transformers(folder: Path) -> None:
+    """transformers opens the same folder, and decodes for itself."""
+    theirs = tf.GptOssForCausalLM.from_pretrained(
+        folder, quantization_config=tf.Mxfp4Config(dequantize=True), dtype=torch.float32
+    )
+    ids = list(range(40))
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0]
+    logits = Driver(open_folder(folder)).step([("a", ids)])[0]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def tiny_gpt_oss(folder: Path) -> dict[str, object]:
