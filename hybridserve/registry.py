@@ -124,7 +124,7 @@ def load_plugin(path: str) -> ModuleType:
     """
     file = Path(path).resolve()
     if not file.is_file():
-        raise UsageError(f"--plugin {path!r}: no such file; give the path of a Python file")
+        raise UsageError(f"{path!r}: no such file; give the path of a Python file")
     # Two files of one name are two plug-ins.
     name = f"hybridserve_plugin_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     module = sys.modules.get(name) or _execute(path, file, name)
@@ -135,7 +135,7 @@ def load_plugin(path: str) -> ModuleType:
 def _execute(path: str, file: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise UsageError(f"--plugin {path!r}: not a Python file; its name must end in .py")
+        raise UsageError(f"{path!r}: not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

@@ -100,8 +100,8 @@ def test_without_an_oracle_a_layer_is_not_verified(capsys: pytest.CaptureFixture
 
 FAULTY = """
 import torch
+from hybridserve.mixers.base import Mixer
 from hybridserve.mixers.short_conv import ShortConv
-from hybridserve.models import architectures
 class Forgets(ShortConv):
     def forward(self, x, batch, caches):
         y = super().forward(x, batch, caches)
@@ -110,6 +110,8 @@ class Forgets(ShortConv):
 class Raises(ShortConv):
     def specs(self):
         raise KeyError("conv")
+class Bare(Mixer):
+    pass
 def other(mixer, x):
     return x
 def nothing(mixer, x):
@@ -142,7 +144,7 @@ def test_an_exception_of_the_layer_is_a_failure_of_the_check(capsys: pytest.Capt
     code, text = run(capsys, f"{faulty}:Raises", "--config", WIDTH)
     assert code == 8
     assert "FAIL specs" in text
-    assert "raised KeyError: 'conv'" in text
+    assert re.search(r"raised KeyError: 'conv' \(faulty.py, line \d+, in specs\)", text), text
 
 
 def test_an_oracle_that_says_otherwise_fails_the_layer(capsys: pytest.CaptureFixture[str], faulty: str) -> None:
@@ -159,8 +161,12 @@ def test_an_oracle_that_says_otherwise_fails_the_layer(capsys: pytest.CaptureFix
         (("short_conv", "--config", "/nowhere.json"), 2, "nowhere.json"),
         (("short_conv", "--config", '{"hidden_size": 8}'), 2, "width"),
         (("short_conv", "--config", '{"hidden_size": 8, "width": 1}'), 3, "width is 1"),
-        (("{faulty}:Missing",), 2, "Forgets, Raises"),
+        (("{faulty}:Missing",), 2, "Forgets, Raises, Bare"),
+        (("{faulty}",), 2, "Forgets, Raises, Bare"),
         (("/nowhere.py:Layer",), 2, "nowhere.py"),
+        (("short_conv", "--oracle", "nowhere"), 2, "--oracle nowhere"),
+        (("short_conv", "--oracle", "{faulty}"), 2, "FILE.py:FUNCTION"),
+        (("{faulty}:Bare",), 2, "Bare has no Config"),
         (("short_conv", "--config", WIDTH, "--oracle", "{faulty}:missing"), 2, "missing"),
         (("short_conv", "--config", WIDTH, "--oracle", "{faulty}:nothing"), 2, "NoneType"),
     ],

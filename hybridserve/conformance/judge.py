@@ -5,7 +5,9 @@ command and by tests.
 """
 
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -57,8 +59,14 @@ def _outcome(check: Check, mixer: Mixer, tolerance: Tolerance) -> Outcome:
     except UsageError:
         raise
     except Exception as error:
-        detail = f"raised {type(error).__name__}: {error}"
+        detail = f"raised {type(error).__name__}: {error} ({_place_of(error)})"
     seconds = round(time.perf_counter() - begin, 3)
     return Outcome(
         check=name_of(check), status="FAIL" if failed else "PASS", seconds=seconds, detail=detail, difference=difference
     )
+
+
+def _place_of(error: Exception) -> str:
+    """Where an exception of the layer's own came from: some say nothing else."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"

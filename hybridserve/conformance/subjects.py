@@ -61,16 +61,21 @@ def _layer_in_file(target: str) -> type[Mixer]:
         for key, item in vars(module).items()
         if isinstance(item, type) and issubclass(item, Mixer) and item.__module__ == module.__name__
     }
+    if not name and len(found) == 1:
+        return next(iter(found.values()))
     if name not in found:
-        raise UsageError(f"{path} has no layer called {name!r}; it has {', '.join(found) or 'none'}; give {path}:Class")
+        wanted = f"no layer called {name!r}" if name else "no one layer to be meant"
+        raise UsageError(f"{path} has {wanted}; it has {', '.join(found) or 'none'}; give {path}:CLASS")
     return found[name]
 
 
 def _oracle_in_file(target: str) -> Oracle:
     path, _, name = target.partition(":")
+    if not _names_a_file(target) or not name:
+        raise UsageError(f"--oracle {target}: it must be a function in a Python file; give FILE.py:FUNCTION")
     function = getattr(load_plugin(path), name, None)
     if not callable(function):
-        raise UsageError(f"--oracle {target}: {path} has no function called {name!r}; give file.py:function")
+        raise UsageError(f"--oracle {target}: {path} has no function called {name!r}; give FILE.py:FUNCTION")
 
     def oracle(mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
         y = function(mixer, x)
@@ -93,6 +98,10 @@ def _read_json(config: str | None) -> Mapping[str, object]:
 
 def read_config(layer: type[Mixer], fields: Mapping[str, object]) -> MixerConfig:
     """A layer's config. Raises UsageError that names what it may hold."""
+    if not isinstance(getattr(layer, "Config", None), type):
+        raise UsageError(
+            f"{layer.__name__} has no Config; give it one, a subclass of MixerConfig with the fields it is built from"
+        )
     try:
         return msgspec.convert(fields, layer.Config)
     except msgspec.ValidationError as error:
