@@ -10,6 +10,7 @@ from hybridserve.check.rendering import ANSWER, SYSTEM, TOOL, Rendering
 from hybridserve.check.report import Finding, passed, warned
 from hybridserve.check.source import Source
 from hybridserve.config import EngineSettings
+from hybridserve.engine.features import FEATURES
 from hybridserve.engine.generation_config import read_json, read_sampling_defaults, token_ids
 from hybridserve.engine.text import Tokenizer
 from hybridserve.errors import HybridServeError, WeightsError
@@ -89,8 +90,10 @@ def check_template(rendering: Rendering) -> list[Finding]:
     text = f"sha256 {digest}; takes {able or 'single messages only'}" + (f"; without {unable}" if unable else "")
     return [
         passed("chat.template", text),
-        passed("chat.tools", _format(rendering.source, TOOL_FORMATS, "the template shows no format of tool calls")),
-        passed("chat.reasoning", _format(rendering.source, REASONING_FORMATS, "the template shows no reasoning")),
+        passed(
+            "chat.tools", _format(rendering.source, TOOL_FORMATS, "tool_calling", "the template shows no format of tool calls")
+        ),
+        passed("chat.reasoning", _format(rendering.source, REASONING_FORMATS, "reasoning", "the template shows no reasoning")),
     ]
 
 
@@ -134,5 +137,9 @@ def _token_after_answer(tokenizer: Tokenizer, rendering: Rendering) -> int | Non
     return next((one for one in ids if tokenizer.is_special(one)), None)
 
 
-def _format(source: str, formats: tuple[tuple[str, str], ...], otherwise: str) -> str:
-    return next((text for mark, text in formats if mark in source), otherwise)
+def _format(source: str, formats: tuple[tuple[str, str], ...], feature: str, otherwise: str) -> str:
+    """The format that a template shows, and what becomes of it where the server does not read it."""
+    found = next((text for mark, text in formats if mark in source), None)
+    if found is None:
+        return otherwise
+    return found if FEATURES[feature] is None else f"{found}; it stays in the answer's text, since {feature} is off"

@@ -14,6 +14,8 @@ FEATURES: Mapping[str, str | None] = {
     "speculation": "not_implemented",
     "adapters": "not_implemented",
     "structured_output": "not_implemented",
+    "tool_calling": "not_implemented",
+    "reasoning": "not_implemented",  # told apart from the answer
 }
 
 
