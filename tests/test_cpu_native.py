@@ -222,6 +222,28 @@ def run_selective(passes: tuple[int, ...], channels: int, dtype: torch.dtype) ->
 
 @compiled
 @DTYPES
+def test_a_choice_is_the_same_in_decode_and_prefill_and_a_nan_chooses_something(dtype: torch.dtype) -> None:
+    """And whoever sees no more entries than may be chosen sees them all, without a look at the scores."""
+    q, weights, keys = random(60, 5, 18, dtype=dtype), random(60, 5, seed=1), random(8, 4, 18, dtype=dtype, seed=2)
+    q[50] = torch.nan
+    spec = PagedSpec((TensorSpec("k", (18,), "float32"),), tokens_per_entry=2)
+
+    def choose(first: int, last: int) -> Tensor:
+        batch = build_batch([Rows(last - first, context=first, blocks=tuple(range(8)))], [spec], block_size=8)
+        chosen = op("index_select")(q[first:last], weights[first:last], keys, batch, batch.paged[0], num_selected=7)
+        assert chosen is not None
+        return chosen
+
+    whole = choose(0, 60)
+    for first, last in ((0, 1), (13, 16), (40, 41), (41, 60), (59, 60)):
+        assert torch.equal(choose(first, last), whole[first:last])
+    assert whole[:14].tolist() == [[*range((p + 1) // 2), *(-1,) * (7 - (p + 1) // 2)] for p in range(14)]
+    assert whole[50].unique().numel() == 7
+    assert ((whole[50] >= 0) & (whole[50] < 25)).all()
+
+
+@compiled
+@DTYPES
 def test_a_head_s_product_of_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     x, weight = random(9, 3, 70, dtype=dtype), random(3, 70, 50, dtype=dtype, seed=1)
     native = NativeHeadLinear(Library(library_path(user_cache_folder())), bf16_hardware=False)

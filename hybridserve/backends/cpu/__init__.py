@@ -13,6 +13,7 @@ from hybridserve.backends.cpu.build import COMPILER, built_library, library_path
 from hybridserve.backends.cpu.conv import NativeShortConv
 from hybridserve.backends.cpu.experts import NativeMoe
 from hybridserve.backends.cpu.heads import NativeHeadLinear
+from hybridserve.backends.cpu.index import NativeIndexSelect
 from hybridserve.backends.cpu.library import Library, Unbuilt
 from hybridserve.backends.cpu.linear import MAX_ROWS_BESIDE_BF16_HARDWARE, NativeLinear
 from hybridserve.backends.cpu.norms import NativeNorms
@@ -71,6 +72,7 @@ def _operations(library: Library, bf16_hardware: bool) -> dict[str, Operation]:
         "gated_rms_norm": norms.gated_rms_norm,
         "kv_write": attention.kv_write,
         "paged_attention": attention.paged_attention,
+        "index_select": NativeIndexSelect(library),
         "selected_attention": attention.selected_attention,
         "short_conv": NativeShortConv(library),
         "delta_rule": recurrence.delta_rule,

@@ -33,6 +33,7 @@ _SIGNATURES = {
     "hs_selective_scan": "pin pin pin pin p pn p pppp nn nn i",
     "hs_short_conv": "pin pi pi pin p pppp nn nn ii",
     "hs_paged_attention": "pinn pnnn pnnn i pnn ppn nnnn fnf pi pi i",
+    "hs_index_select": "pinn pin pinn pnnn ppn nnn p i",
     "hs_selected_attention": "pinn pnnn pnnn i pnn pn ppn nnnn f pi i",
     "hs_kv_write": "pin pinn pnnn i",
     "hs_rms_norm": "pinn pi fi p nnn i",
