@@ -215,13 +215,17 @@ CASES = (
 
 
 def measure(case: Case, operations: tuple[Operation, ...], rounds: int) -> list[float]:
-    """Median seconds of each implementation; they take turns, so that what else the machine does hits all alike."""
+    """Median seconds of each implementation; they take turns, so that what else the machine does hits all alike.
+
+    With one thread they are seconds of the processor, not of the clock: what others take of it does not count.
+    """
+    now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     found: list[list[float]] = [[] for _ in operations]
     for _ in range(rounds + 1):
         for seconds, operation in zip(found, operations, strict=True):
-            started = time.perf_counter()
+            started = now()
             case.run(operation)
-            seconds.append(time.perf_counter() - started)
+            seconds.append(now() - started)
     return [statistics.median(seconds[1:]) for seconds in found]
 
 
