@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -349,6 +350,10 @@ BROKEN: Mapping[str, tuple[Callable[[Path], Any], tuple[str, ...], int, str, tup
         ("normalization_function is 'layernorm'", "hidden_act is 'gelu'", "attn_res_block_size=12",
          "--ignore-config-keys normalization_function", "--ignore-config-keys hidden_act"),
     ),
+    "a divisor of zero": (set_config(logits_scaling=0), (), 3, "config", ("division by zero", "published with the weights")),
+    "config of a gigabyte": (
+        lambda folder: os.truncate(folder / "config.json", 2**30), (), 4, "source", ("1,073,741,824", "download"),
+    ),
     "quantised in a way that is not read": (
         set_config(quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"}), (), 3, "config",
         ("'NVFP4'", "'FP8'"),
@@ -474,6 +479,12 @@ def test_a_config_alone_with_a_tokenizer_is_checked_for_chat(tmp_path: Path, che
     assert report["not_checked"] == []
 
 
+def test_without_weights_there_is_nothing_to_look_at_deeply(tmp_path: Path, check) -> None:
+    code, report = check(write_config("LFM2-350M", tmp_path), "--deep")
+    assert code == 0
+    assert found(report, "tensors.values")[0]["status"] == "WARN"
+
+
 def test_a_key_to_ignore_that_is_not_there_is_a_warning(folder: Path, check) -> None:
     code, report = check(folder, "--ignore-config-keys", "rope_parameters.nope")
     assert code == 0
@@ -575,11 +586,14 @@ def test_what_is_passed_over_is_told_and_nothing_is_compiled_to_find_out(tmp_pat
     config = write_config("Qwen3.8-Flash-Next", tmp_path)
     assert main(["check-model", str(config), "--device", "cpu", "--memory", "4TiB", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    (attention,) = found(report, "backends.indexed_attention")
-    native, _, plain = attention["detail"].partition("; index_select, ")
-    assert " by cpu: will be compiled by g++" in native
-    assert plain.startswith("trailing by reference: ")
-    assert plain.endswith("not cpu: does not implement it")
+    lines = {one["id"].partition(".")[2]: one["detail"] for one in found(report, "backends")}
+    assert " by cpu: will be compiled by g++" in lines["indexed_attention"]
+    for run in report["layers"]:
+        for operation in run["operations"]:
+            assert operation in lines[run["kind"]]
+            assert report["backends"][operation] in lines[run["kind"]]
+    passed_over = [text for text in report["backends"].values() if not text.startswith("cpu")]
+    assert all("; not cpu: does not implement it" in text for text in passed_over)
     assert not list(tmp_path.glob("cache/**/*.so"))
     # What was foreseen is what is chosen, which compiles.
     monkeypatch.undo()
@@ -698,6 +712,14 @@ def test_a_trial_sees_an_answer_that_depends_on_how_it_was_computed(tmp_path: Pa
     code, report = check(folder, "--run", "--strict")
     assert code == 1
     assert [one["id"] for one in found(report, "run") if one["status"] == "WARN"] == ["run.batched"]
+
+
+def test_a_trial_takes_no_more_memory_than_is_free_whatever_was_given(tmp_path: Path, check) -> None:
+    code, report = check(write_config("Qwen3.5-397B-A17B", tmp_path), "--run", "--memory", "4TiB")
+    assert code == 0
+    (line,) = found(report, "run")
+    assert line["status"] == "WARN"
+    assert "are free here now" in line["detail"]
 
 
 def test_a_trial_is_not_run_where_it_would_fail(tmp_path: Path, check) -> None:

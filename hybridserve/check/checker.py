@@ -19,9 +19,9 @@ from hybridserve.check.report import INTERNAL, Finding, Report, failed, passed, 
 from hybridserve.check.source import Entries, Source, check_dtype, check_shards, check_source, find_source, read_headers
 from hybridserve.check.target import Target, find_target
 from hybridserve.check.tensors import check_tensors, find_match, scan_values
-from hybridserve.config import EngineSettings
+from hybridserve.config import EngineSettings, format_nbytes
 from hybridserve.engine.features import features_off
-from hybridserve.engine.sizing import unlimited_plan
+from hybridserve.engine.sizing import free_nbytes, unlimited_plan
 from hybridserve.errors import HybridServeError, WeightsError
 from hybridserve.models import CausalLM
 from hybridserve.registry import load_plugin
@@ -126,8 +126,8 @@ class _Checker:
         if entries is not None:
             self.add([check_dtype(entries, str(model.dtype).removeprefix("torch."))])
             self.attempt_all("tensors", lambda: check_tensors(model, entries))
-            if self.options.is_deep:
-                self._scan(source, entries)
+        if self.options.is_deep:
+            self._scan(source, entries)
         chosen = self.attempt("backends", lambda: choose_backends(model, settings, target))
         if chosen is not None:
             report.backends = chosen
@@ -135,10 +135,10 @@ class _Checker:
         report.features_off = features_off(settings)
         self.add(check_features(settings))
 
-    def _scan(self, source: Source, entries: Entries) -> None:
-        if source.weights_are_here:
+    def _scan(self, source: Source, entries: Entries | None) -> None:
+        if entries is not None and source.weights_are_here:
             self.attempt_all("tensors.values", lambda: [scan_values(entries)])
-        else:
+        elif entries is not None or not source.has_weights:
             self.add([warned("tensors.values", "not scanned: the weights are not on this machine", "download them first")])
 
     def _check_chat(self, source: Source, model: CausalLM | None) -> None:
@@ -178,11 +178,20 @@ class _Checker:
             self.add([warned("run", f"not run: {target.name} is not here", "leave out --device, or run it there")])
         elif any(finding.status == "FAIL" for finding in self.report.checks):
             self.add([warned("run", "not run, because something else failed", "repair that first")])
+        elif (shortage := self._shortage(target)) is not None:
+            self.add([warned("run", f"not run: {shortage}", "run it where it fits, or try a smaller model of the family")])
         else:
             from hybridserve.check.trial import run_trial  # the whole engine
 
             with_weights = source.weights_are_here and settings.load_format != "dummy"
             self.attempt_all("run", lambda: run_trial(model, settings, with_weights=with_weights))
+
+    def _shortage(self, target: Target) -> str | None:
+        """That what is free now does not hold the weights, whatever `--memory` says; None if it does."""
+        memory, free = self.report.memory, free_nbytes(target.device)
+        if memory is None or memory.weights_nbytes - memory.host_nbytes < free:
+            return None
+        return f"the weights take {format_nbytes(memory.weights_nbytes)}, but {format_nbytes(free)} are free here now"
 
     def _reads_headers(self, source: Source) -> bool:
         refused = any(finding.status == "FAIL" and finding.id == "content.pickles" for finding in self.report.checks)

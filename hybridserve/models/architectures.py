@@ -56,6 +56,10 @@ def _build(name: str, config: Mapping[str, object], ops: Ops, dtype: torch.dtype
         # What is not implemented says more than what laying out stumbled over because of it.
         if faults:
             raise refusal(faults, str(error) if isinstance(error, ModelError) else "") from error
+        if isinstance(error, ArithmeticError):
+            raise UnsupportedModelError(
+                f"config.json: no {name} can have these values: {error}; take the file that was published with the weights"
+            ) from error
         raise
     reader.finish()
     model.quantisation = read_quantisation(config, architecture=name, ignore_keys=ignore_keys)

@@ -16,6 +16,7 @@ from hybridserve.origin import find
 
 #: Endings of files that can run code when they are opened.
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_MAX_JSON_NBYTES = 2**24
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -34,6 +35,8 @@ class ModelFolder:
         notes = []
         if self.config.get("auto_map") is not None:
             notes.append("config.json names code of the model's own (auto_map); it is not run")
+        if self.has_weights and any("quantization_config" in one for one in (self.config, self._text())):
+            notes.append("the weights are stored quantised and decoded on load: they take the memory of a release that is not")
         files = sorted(self.path.iterdir()) if self.has_weights else []
         pickles = [path.name for path in files if path.suffix in PICKLE_SUFFIXES]
         if pickles:
@@ -44,12 +47,16 @@ class ModelFolder:
         """The dtype to run in: `wanted`, or with "auto" the config's own, else bfloat16. Raises UnsupportedModelError."""
         if wanted != "auto":
             return _DTYPES[wanted]
-        text = self.config.get("text_config")
-        for values in (text if isinstance(text, dict) else {}, self.config):
+        for values in (self._text(), self.config):
             for key in ("dtype", "torch_dtype"):
                 if values.get(key) is not None:
                     return _known_dtype(key, values[key])
         return torch.bfloat16
+
+    def _text(self) -> dict[str, object]:
+        """The language model's part of a config that wraps it; nothing if none does."""
+        text = self.config.get("text_config")
+        return text if isinstance(text, dict) else {}
 
 
 def _known_dtype(key: str, value: object) -> torch.dtype:
@@ -86,6 +93,8 @@ def _read_config_only(source: str, path: Path, load_format: str) -> ModelFolder:
 
 def _read_json(path: Path) -> dict[str, object]:
     try:
+        if path.stat().st_size > _MAX_JSON_NBYTES:
+            raise WeightsError(f"{path.name} has {path.stat().st_size:,} bytes, which no config has; download the file again")
         content = json.loads(path.read_text(encoding="utf-8"), object_hook=_with_floats)
     except OSError as error:
         raise WeightsError(
