@@ -184,7 +184,14 @@ def assert_same(one: CausalLM, other: CausalLM) -> None:
         assert torch.equal(parameter, other.get_parameter(name)), name
 
 
-@pytest.mark.parametrize("name", TINY)
+#: One of each way of naming; the others under `slow`.
+TYPICAL = (
+    *("qwen3_next", "qwen3_5_moe_vision", "granite_moe", "lara_mini", "nemotron_h", "zamba2", "minimax", "gpt_oss"),
+    *("bailing_moe_v3", "kimi_linear", "deepseek_v32", "glm5_next", "qwen4_exp"),
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in TYPICAL else pytest.mark.slow) for name in TINY])
 def test_every_architecture_loads_in_8_bits(name: str, tmp_path: Path) -> None:
     """As today's transformers names its tensors, and as releases do: experts one by one or together, parts fused or not."""
     model = make(name)
@@ -259,7 +266,9 @@ def test_a_wrapped_config_may_say_it_inside(tmp_path: Path) -> None:
     text = config["text_config"]
     assert isinstance(text, dict)
     inside = {**config, "text_config": {**text, "quantization_config": FP8}}
-    eight = open_folder(write(tmp_path / "eight", inside, stored, None))
+    folder = write(tmp_path / "eight", inside, stored, None)
+    assert any("quantised" in note for note in resolve(str(folder)).notes())
+    eight = open_folder(folder)
     assert_same(eight, open_folder(write(tmp_path / "plain", config, meant, None)))
 
 
@@ -513,7 +522,11 @@ def test_check_model_counts_what_the_engine_holds(name: str, tmp_path: Path) -> 
     tables = sum(tensor.nbytes for shard, tensor in stored.items() if ".ngram_embedding.shard_" in shard and tensor.dim() == 2)
     assert report.memory.host_nbytes == tables
     told = {one.id: one.detail for one in report.checks}
-    count = sum(f"{one}_scale_inv" in stored or f"{one}_scale" in stored for one in stored)
+    count = sum(
+        f"{one}_scale_inv" in stored or f"{one}_scale" in stored
+        for one in stored
+        if not one.startswith(("mtp.", "model.visual."))
+    )
     assert f"fp8 in blocks of 16 x 12: {count} x F8_E4M3" in told["tensors.quantised"]
     assert "become bfloat16 on load" in told["tensors.quantised"]
     assert "fp8 in blocks of 16 x 12" in told["numerics.quantisation"]
@@ -521,7 +534,7 @@ def test_check_model_counts_what_the_engine_holds(name: str, tmp_path: Path) -> 
 
 def test_tables_of_the_host_take_none_of_the_devices_memory() -> None:
     """A config alone: the plan for a GPU leaves the n-gram table out, the one for random weights in host memory does not."""
-    config = make("qwen4_exp").config.to_dict()
+    config = {**make("qwen4_exp").config.to_dict(), "architectures": ["Qwen4ExpForConditionalGeneration"]}
     model = build_model(config, OPS, torch.bfloat16)
     tables = sum(p.nbytes for name, p in model.named_parameters() if ".table." in name)
     settings = EngineSettings(model="x", load_format="dummy")
