@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import hybridserve
 from hybridserve.backends.select import select
 from hybridserve.kv.spec import PagedSpec
 from hybridserve.mixers.base import Mixer
@@ -201,3 +202,21 @@ def test_kimis_decay_has_the_shape_of_the_release(tmp_path: Path) -> None:
     tensors = load_file(save_released(make("kimi_linear"), tmp_path) / "model.safetensors")
     shapes = {tuple(tensor.shape) for one, tensor in tensors.items() if one.endswith("A_log")}
     assert shapes == {(1, 1, 6, 1)}
+
+
+def test_no_architecture_is_known_outside_its_file() -> None:
+    """Neither its class nor a model type: the engine, the caches and the server ask what a model's layers declare."""
+    package = Path(hybridserve.__file__).parent
+    classes = [name for name in architectures.names() if architectures[name].__module__.startswith("hybridserve.models")]
+    named: dict[str, set[str]] = {name: set() for name in classes}
+    for path in package.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        place = str(path.relative_to(package))
+        if not place.startswith(("models/", "mixers/")):
+            assert "model_type" not in text, place
+        for name in classes:
+            # As a string: docstrings may say where mathematics come from.
+            if f'"{name}"' in text or f"'{name}'" in text:
+                named[name].add(place)
+    for name, places in named.items():
+        assert places == {"models/" + architectures[name].__module__.rpartition(".")[2] + ".py"}, name
