@@ -183,8 +183,9 @@ class Scheduler:
         return left
 
     def _give_back(self, seat: int, *, keep: bool) -> Running:
-        self._coordinator.release(seat, int(self.seats.num_computed[seat]), keep=keep)
+        left = self._coordinator.release(seat, int(self.seats.num_computed[seat]), keep=keep)
         running = self.seats.give_back(seat)
+        running.left = left
         start = self._start_of(running)
         del self._prefilling[start][seat]
         if not self._prefilling[start]:
@@ -346,7 +347,8 @@ class Scheduler:
         seat, num_tokens = self.seats.take(running), len(running.known_tokens)
         start = match.num_tokens
         count = min(num_tokens - start, budget)
-        opened = self._coordinator.open(seat, self.seats.tokens[seat], num_tokens, match, running.request.cache)
+        row, hints = self.seats.tokens[seat], running.request.cache
+        opened = self._coordinator.open(seat, row, num_tokens, match, hints, running.left)
         if opened and not self._coordinator.reserve(seat, start + count):
             self._coordinator.release(seat, 0, keep=False)
             opened = False

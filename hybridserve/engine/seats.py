@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridserve.kv.coordinator import Left
 from hybridserve.request import EngineRequest, Explanation
 
 Ints = NDArray[np.int64]
@@ -33,6 +34,7 @@ class Running:
     was_examined: bool = False  # whether it was compared, while waiting, with what runs
     awaits: "Awaited | None" = None  # a running request that computes a prefix of this one, which waits for it
     has_waited: bool = False  # whether it did so once
+    left: Left | None = None  # what it had written when it was preempted
     was_announced: bool = False  # whether the first output, with cached tokens and explanation, was sent
 
     @cached_property

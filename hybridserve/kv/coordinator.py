@@ -60,8 +60,8 @@ class _Seat:
 
     tokens: NDArray[np.int32]  # the request's row of the token table: valid as far as it is computed
     run: Run  # its text in the index, up to that run's end
-    found: int  # whole units of it, in tokens, that were there when it came
     matched: int  # tokens that it resumed from
+    trusted: int  # those of them that others had computed: when it was here before, some may have been its own
     stores: bool  # whether what it computes is offered to others
     pinned: bool
     junction: int
@@ -76,6 +76,14 @@ class _Seat:
     sources: list[tuple[int, int]] = field(default_factory=list)  # (group, page) held for a copy
     num_blocks: dict[int, int] = field(default_factory=dict)  # by paged group: length of its row of the block table
     first_block: dict[int, int] = field(default_factory=dict)  # by paged group: blocks before it were given back
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a request that gave its seat back had written, should it come again and turn out bad."""
+
+    trusted: int  # tokens that others had computed when it first came
+    written: Sequence[Checkpoint]
 
 
 @dataclass(frozen=True)
@@ -141,18 +149,21 @@ class KVCacheCoordinator:
 
     # -- room -----------------------------------------------------------------------------------------------------------
 
-    def open(self, seat: int, tokens: NDArray[np.int32], num_prompt: int, match: Match, hints: CacheHints) -> bool:
+    def open(
+        self, seat: int, tokens: NDArray[np.int32], num_prompt: int, match: Match, hints: CacheHints, left: "Left | None" = None
+    ) -> bool:
         """Give a seat to a request: what matched, its own slots and blocks for its whole prompt; or take nothing and say False.
 
-        `tokens` is the request's row of the token table, which grows in place.
+        `tokens` is its row of the token table, which grows in place; `left` is what `release` gave when it was preempted.
         """
         run = self._cache.anchor(match, hints.salt)
         stores = self._caching and not hints.no_store
         record = _Seat(
             tokens=tokens,
             run=run,
-            found=run.end,
             matched=match.num_tokens,
+            trusted=match.num_tokens if left is None else min(match.num_tokens, left.trusted),
+            written=[] if left is None else [*left.written],
             stores=stores,
             pinned=hints.pin,
             junction=match.text_tokens,
@@ -473,7 +484,7 @@ class KVCacheCoordinator:
 
     # -- end ------------------------------------------------------------------------------------------------------------
 
-    def release(self, seat: int, num_computed: int, *, keep: bool) -> None:
+    def release(self, seat: int, num_computed: int, *, keep: bool) -> Left:
         """Free a seat. With `keep` its text and its state after `num_computed` tokens stay as cache entries."""
         record = self._seats[seat]
         has_run = not record.sources and all(self._start[g.index][seat] == self._own[g.index][seat] for g in self.plan.states)
@@ -481,6 +492,7 @@ class KVCacheCoordinator:
             slots = [int(self._own[group.index][seat]) for group in self.plan.states]
             self._add_checkpoint(seat, num_computed, slots)
         self._close(seat)
+        return Left(record.trusted, record.written)
 
     def _close(self, seat: int) -> None:
         """Give back all that a seat holds."""
@@ -507,7 +519,8 @@ class KVCacheCoordinator:
     def _drop(self, seat: int, record: _Seat) -> None:
         """Drop what a distrusted seat wrote, and trust nobody who has read it: what they write is of no use to others."""
         rows = [self._tables[group.index][seat] for group in self.plan.paged]
-        depth = self._cache.own_depth(record.written, record.run, record.found, rows)
+        trusted = record.trusted // self._unit * self._unit
+        depth = self._cache.own_depth(record.written, record.run, trusted, rows)
         self._cache.drop(record.written, record.run, depth)
         for other_seat, other in self._seats.items():
             has_read = self._has_read(other, record)
@@ -517,10 +530,10 @@ class KVCacheCoordinator:
 
     @staticmethod
     def _has_read(other: _Seat, record: _Seat) -> bool:
-        """Whether a seat resumed from text behind what `record` had resumed from, which that one may have computed."""
-        if other.matched <= record.matched or _root(other.run) is not _root(record.run):
+        """Whether a seat resumed from text that `record` may have computed."""
+        if other.matched <= record.trusted or _root(other.run) is not _root(record.run):
             return False
-        length = record.matched + 1
+        length = record.trusted + 1
         return bool((other.tokens[:length] == record.tokens[:length]).all())
 
     def clear(self) -> None:
