@@ -8,7 +8,7 @@ decoding request, many for a fresh one, and a step computes as many as the budge
 import heapq
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -178,9 +178,15 @@ class Scheduler:
             self._forget(running)
             left.append(running)
         if left:
-            self._order = self._order[~np.isin(self._order, seats)]
+            self._order = self._without(seats)
             self._is_blocked = False
         return left
+
+    def _without(self, seats: Sequence[int]) -> Ints:
+        """The running seats, in order, but for these."""
+        is_left = np.ones(self.limits.max_num_seqs, bool)
+        is_left[seats] = False
+        return self._order[is_left[self._order]]
 
     def _give_back(self, seat: int, *, keep: bool) -> Running:
         left = self._coordinator.release(seat, int(self.seats.num_computed[seat]), keep=keep)

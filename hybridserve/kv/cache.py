@@ -41,7 +41,7 @@ _WINDOW_SHARE: Final = 0.05
 _MAX_PINNED_SHARE: Final = 0.25
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Match:
     """What of a prompt is cached. `num_tokens` can be resumed from; `text_tokens` of text are known, states or not."""
 
@@ -51,6 +51,7 @@ class Match:
     text: TextMatch | None
     checkpoint: Checkpoint | None
     limited_by_window: bool = False
+    past: Remembered | None = None  # what was known once, when that was first asked for
 
     @classmethod
     def nothing(cls) -> "Match":
@@ -163,8 +164,10 @@ class PrefixCache:
 
     def _recall(self, match: Match, text: TextMatch) -> Remembered:
         """What of a prompt was known once, behind what it resumes from."""
-        key = self._index.last_key(text.path[-1], text.depth)
-        return self._ghosts.recall(key, text, match.num_tokens, len(text.data) // TOKEN_NBYTES - 1)
+        if match.past is None:
+            key = self._index.last_key(text.path[-1], text.depth)
+            match.past = self._ghosts.recall(key, text, match.num_tokens, len(text.data) // TOKEN_NBYTES - 1)
+        return match.past
 
     # -- use ------------------------------------------------------------------------------------------------------------
 
@@ -199,6 +202,7 @@ class PrefixCache:
         """
         if match.text is None:
             return None
+        past = self._recall(match, match.text)
         stamp, path, run = self._queue.stamp(), list[Run](), anchor
         while run.parent is not None:
             run.stamp = stamp
@@ -210,12 +214,11 @@ class PrefixCache:
                 self._pass(checkpoint)
         if match.checkpoint is not None:
             self._count_hit(match.checkpoint)
-        lost = self._recall(match, match.text).lost
-        if lost is not None:
+        if past.lost is not None:
             # It was right to keep it, had there been room; without this, what goes early would seem to be of no use.
-            self._odds.use(lost.kind)
-            self._queue.hit(lost.stamp)
-            return lost.kind[0]
+            self._odds.use(past.lost.kind)
+            self._queue.hit(past.lost.stamp)
+            return past.lost.kind[0]
         return match.checkpoint.origin if match.checkpoint is not None else None
 
     def _pass(self, checkpoint: Checkpoint) -> None:
@@ -298,7 +301,8 @@ class PrefixCache:
             self._renew(known)
             return None
         pinned = pin and self._num_pinned < self._most_pinned
-        checkpoint = Checkpoint(run, depth, tail, slots, blocks, origin, follows, pinned, stamp=self._queue.stamp())
+        position = depth + len(tail) // TOKEN_NBYTES
+        checkpoint = Checkpoint(run, depth, tail, position, slots, blocks, origin, follows, pinned, stamp=self._queue.stamp())
         self._num_pinned += pinned
         self._odds.see(kind_of(checkpoint))
         self._index.add_checkpoint(checkpoint)

@@ -42,6 +42,9 @@ class CheckpointPolicy:
         the caller marked goes before all else, and may be the prompt's very end; the others are at most num_prompt - 1.
         """
         last, most = num_prompt - 1, self.most_per_prompt
+        is_short = last <= (start // self.spacing + 1) * self.spacing
+        if is_short and not (marks or boundaries) and start < last and most > 1:
+            return (junction, last) if start < junction < last else (last,)
         marked = {position for position in marks if start < position <= num_prompt}
         likely = sorted({position for position in (last, junction, *boundaries) if start < position <= last} - marked)
         chosen = sorted(marked)[-most:]

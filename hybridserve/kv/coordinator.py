@@ -204,6 +204,8 @@ class KVCacheCoordinator:
         for order, group in enumerate(self.plan.paged):
             first = 0 if group.window is None else min(whole, max(0, match.num_tokens - group.window + 1) // self._unit)
             record.first_block[group.index], record.num_blocks[group.index] = first, whole
+            if first == whole:
+                continue
             pool, table = self._pools[group.index], self._tables[group.index]
             for unit, blocks in self._cache.blocks(match.text, order, first, whole) if match.text is not None else ():
                 assert NO_BLOCK not in blocks, f"group {group.index} matched without a block behind unit {unit}"

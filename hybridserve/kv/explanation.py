@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hybridserve.request import Explanation, Reason
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Findings:
     """What a lookup found out, in tokens from the start of the prompt."""
 

@@ -14,7 +14,7 @@ from hybridserve.kv.prefix import KEY_NBYTES, TOKEN_NBYTES, Lost, TextMatch, chi
 _MOST: Final = 1 << 17
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Remembered:
     """What of a prompt was known once, behind what is known."""
 
@@ -31,17 +31,17 @@ class Ghosts:
 
     def add(self, keys: bytes | bytearray, start: int, lost: Iterable[Lost]) -> None:
         """Remember the units of `keys`, the first of which begins `start` tokens from the start of its prompt."""
-        by_depth: dict[int, list[Lost]] = {}
-        for one in lost:
-            by_depth.setdefault(one.depth, []).append(one)
-        depth = start
+        of = self._of
         for at in range(0, len(keys), KEY_NBYTES):
-            depth += self._unit
             key = bytes(keys[at : at + KEY_NBYTES])
-            self._of.pop(key, None)
-            self._of[key] = by_depth.get(depth, ())
-        while len(self._of) > _MOST:
-            self._of.popitem(last=False)
+            of[key] = ()
+            of.move_to_end(key)
+        for one in lost:
+            at = ((one.depth - start) // self._unit - 1) * KEY_NBYTES
+            key = bytes(keys[at : at + KEY_NBYTES])
+            of[key] = (*of[key], one)
+        while len(of) > _MOST:
+            of.popitem(last=False)
 
     def forget(self, keys: bytes) -> None:
         """Forget units by key."""
@@ -53,11 +53,12 @@ class Ghosts:
 
         `key` is that of the whole units that are known now.
         """
-        deepest = max(
-            (one for run in text.path for one in run.lost if position < one.position <= limit and _is_on_way(one, text.data)),
-            key=lambda one: one.position,
-            default=None,
-        )
+        deepest: Lost | None = None
+        for run in text.path:
+            for one in run.lost:
+                is_deeper = position < one.position <= limit and (deepest is None or one.position > deepest.position)
+                if is_deeper and _is_on_way(one, text.data):
+                    deepest = one
         at, num_units, step = text.depth * TOKEN_NBYTES, 0, self._unit * TOKEN_NBYTES
         while self._of and at + step <= len(text.data):
             key = child_key(key, text.data[at : at + step])

@@ -19,7 +19,7 @@ from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,7 +95,10 @@ class Run:
     @property
     def kept(self) -> int:
         """Where the text ends that states on this run need; what lies behind may be evicted once nobody goes on from it."""
-        return next((depth for depth in reversed(self.depths) if self.points[depth].checkpoints), self.start)
+        for depth in reversed(self.depths):
+            if self.points[depth].checkpoints:
+                return depth
+        return self.start
 
 
 class Point:
@@ -136,6 +139,7 @@ class Checkpoint:
     run: Run
     depth: int
     tail: bytes
+    position: int
     slots: list[int]
     blocks: list[int]
     origin: Origin
@@ -149,10 +153,6 @@ class Checkpoint:
     ticket: int = 0
     evicted: bool = False
 
-    @property
-    def position(self) -> int:
-        return self.depth + len(self.tail) // TOKEN_NBYTES
-
 
 #: What is learned of a checkpoint's chance goes by its origin, by that of the one which its request had resumed from, and by
 #: whether a later request has gone on from it or from further on. A conversation that went on from its last answer once will do
@@ -165,18 +165,14 @@ def kind_of(checkpoint: Checkpoint) -> Kind:
     return checkpoint.origin, checkpoint.follows, checkpoint.is_passed
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(NamedTuple):
     """A checkpoint that was evicted."""
 
+    position: int
     depth: int
     tail: bytes
     kind: Kind
     stamp: float  # of its last use
-
-    @property
-    def position(self) -> int:
-        return self.depth + len(self.tail) // TOKEN_NBYTES
 
 
 @dataclass(eq=False, slots=True)
@@ -385,8 +381,10 @@ class PrefixIndex:
             del point.edges[bisect_left(point.edges, checkpoint.tail)]
         if not point.checkpoints and not point.edges:
             run.drop_point(checkpoint.depth)
-        run.lost = [one for one in run.lost[-_MOST_LOST:] if (one.depth, one.tail) != (checkpoint.depth, checkpoint.tail)]
-        run.lost.append(Lost(checkpoint.depth, checkpoint.tail, kind_of(checkpoint), checkpoint.stamp))
+        position, tail = checkpoint.position, checkpoint.tail
+        if run.lost:
+            run.lost = [one for one in run.lost[-_MOST_LOST:] if one.position != position or one.tail != tail]
+        run.lost.append(Lost(position, checkpoint.depth, tail, kind_of(checkpoint), checkpoint.stamp))
         checkpoint.evicted, checkpoint.before = True, None
         self.num_checkpoints -= 1
 
@@ -405,10 +403,12 @@ class PrefixIndex:
                 run.parent.drop_point(run.start)
             run.evicted = True
             return
-        for span in run.spans:
-            span.start, span.end = min(span.start, depth), min(span.end, depth)
-        run.spans = [span for span in run.spans if span.start < span.end]
-        run.lost = [one for one in run.lost if one.depth <= depth]
+        if run.spans:
+            for span in run.spans:
+                span.start, span.end = min(span.start, depth), min(span.end, depth)
+            run.spans = [span for span in run.spans if span.start < span.end]
+        if run.lost:
+            run.lost = [one for one in run.lost if one.depth <= depth]
         del run.tokens[units * self.unit_nbytes :], run.keys[units * KEY_NBYTES :]
         for blocks in run.blocks:
             del blocks[units:]
