@@ -220,3 +220,28 @@ def test_no_architecture_is_known_outside_its_file() -> None:
                 named[name].add(place)
     for name, places in named.items():
         assert places == {"models/" + architectures[name].__module__.rpartition(".")[2] + ".py"}, name
+
+
+#: What transformers keeps in fp32 whatever a model's dtype, and the endings of our names for it.
+KEPT = {
+    "e_score_correction_bias": "choice_bias", "gate.weight": "router.weight", "dt_bias": "dt_bias", "A_log": "A_log",
+    "conv1d": "conv1d.weight", "attn_hc.base": "mixer_connection.base", "attn_hc.scale": "mixer_connection.scale",
+    "ffn_hc.base": "mlp_connection.base", "ffn_hc.scale": "mlp_connection.scale",
+}  # fmt: skip
+
+
+def test_what_transformers_keeps_in_fp32_is_kept(models: dict[str, CausalLM], tmp_path: Path) -> None:
+    kept_somewhere = set()
+    for name in models:
+        with torch.device("meta"):
+            theirs = TINY[name]()
+        theirs.config.architectures = [type(theirs).__name__]
+        theirs.config.save_pretrained(tmp_path)
+        config = resolve(str(tmp_path / "config.json"), load_format="dummy").config
+        dtypes = {path: p.dtype for path, p in build_model(config, OPS, torch.bfloat16).named_parameters()}
+        for pattern in theirs._keep_in_fp32_modules_strict or ():
+            mine = {path: dtype for path, dtype in dtypes.items() if path.endswith(KEPT[pattern])}
+            assert mine, f"{name}: {pattern}"
+            assert set(mine.values()) == {torch.float32}, f"{name}: {pattern}"
+            kept_somewhere.add(pattern)
+    assert kept_somewhere == KEPT.keys()
