@@ -350,6 +350,11 @@ BROKEN: Mapping[str, tuple[Callable[[Path], Any], tuple[str, ...], int, str, tup
         ("normalization_function is 'layernorm'", "hidden_act is 'gelu'", "attn_res_block_size=12",
          "--ignore-config-keys normalization_function", "--ignore-config-keys hidden_act"),
     ),
+    "no characters": (
+        set_config(**{"\ud800": "\udfff"}), (), 3, "config", ("\\ud800", "--ignore-config-keys"),
+    ),
+    "a number for no text": (set_config(rms_norm_eps="\ud800"), (), 3, "config", ("rms_norm_eps", "correct the file")),
+    "a size beyond counting": (set_config(num_attention_heads=2**63), (), 3, "config", ("num_attention_heads", "correct")),
     "a divisor of zero": (set_config(logits_scaling=0), (), 3, "config", ("division by zero", "published with the weights")),
     "config of a gigabyte": (
         lambda folder: os.truncate(folder / "config.json", 2**30), (), 4, "source", ("1,073,741,824", "download"),
@@ -490,6 +495,21 @@ def test_a_key_to_ignore_that_is_not_there_is_a_warning(folder: Path, check) -> 
     assert code == 0
     (warning,) = (one for one in found(report, "config") if one["status"] == "WARN")
     assert "rope_parameters.nope" in warning["detail"]
+
+
+def test_a_path_that_is_no_text_is_printed_all_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; from hybridserve.cli import main; sys.exit(main())", "check-model"]
+    for form in ((), ("--json",)):
+        done = subprocess.run([*command, *form, os.fsencode(tmp_path) + b"/\xff"], capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (2, b"")
+        assert b"\\udcff" in done.stdout
+
+
+@pytest.mark.parametrize("value", [-1, 2**40, [5, -7]])
+def test_an_end_that_is_no_token_is_left_out(value: object, tmp_path: Path, check) -> None:
+    shutil.copytree(DEMO, tmp_path / "demo")
+    (tmp_path / "demo/generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    assert check(tmp_path / "demo")[0] == 0
 
 
 def test_without_a_model_the_report_is_json_too(capsys, monkeypatch) -> None:

@@ -15,7 +15,7 @@ from hybridserve.check.layout import check_architecture, check_config, check_lay
 from hybridserve.check.memory import check_memory
 from hybridserve.check.numerics import check_numerics
 from hybridserve.check.operations import check_backends, check_features, choose_backends
-from hybridserve.check.report import INTERNAL, Finding, Report, failed, passed, warned
+from hybridserve.check.report import INTERNAL, Finding, Report, failed, passed, plain, warned
 from hybridserve.check.source import Entries, Source, check_dtype, check_shards, check_source, find_source, read_headers
 from hybridserve.check.target import Target, find_target
 from hybridserve.check.tensors import check_tensors, find_match, scan_values
@@ -50,7 +50,7 @@ class _Checker:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.report = Report(model=options.settings.model, device=options.device)
+        self.report = Report(model=plain(options.settings.model), device=plain(options.device))
 
     def add(self, findings: Iterable[Finding]) -> None:
         self.report.checks.extend(findings)
@@ -65,7 +65,7 @@ class _Checker:
             self.add([failed(name, _unreadable(error))])
         except Exception as error:  # a fault of ours must not hide what else was found out
             log.debug("check %s failed", name, exc_info=True)
-            text = f"the check itself failed: {type(error).__name__}: {str(error)[:300]}"
+            text = plain(f"the check itself failed: {type(error).__name__}: {str(error)[:300]}")
             self.add([Finding(id=name, status="FAIL", detail=text, fix="report this with the config.json", exit_code=INTERNAL)])
         return None
 

@@ -108,19 +108,24 @@ class Report(msgspec.Struct, kw_only=True):
         return msgspec.json.format(msgspec.json.encode({**head, **fields}), indent=2) + b"\n"
 
 
+def plain(text: str) -> str:
+    """Text that can be encoded: names of files and keys may hold what is no character."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def passed(id: str, detail: str) -> Finding:
     """A finding that all is well."""
-    return Finding(id=id, status="PASS", detail=detail)
+    return Finding(id=id, status="PASS", detail=plain(detail))
 
 
 def warned(id: str, detail: str, fix: str) -> Finding:
     """A finding that the model runs, but not as one may think."""
-    return Finding(id=id, status="WARN", detail=detail, fix=fix)
+    return Finding(id=id, status="WARN", detail=plain(detail), fix=plain(fix))
 
 
 def failed(id: str, error: HybridServeError) -> Finding:
     """A finding made from what the engine itself would raise. Messages end with the remedy, after a semicolon or full stop."""
-    text = str(error)
+    text = plain(str(error))
     cut = max(text.rfind("; "), text.rfind(". "))
     if cut < 0:
         return Finding(id=id, status="FAIL", detail=text, exit_code=error.exit_code)

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _make_report(arguments: argparse.Namespace) -> "Report":
     """The report; one finding alone when the flags are wrong, so that --json always prints JSON."""
     from hybridserve.check.deferral import import_torch
-    from hybridserve.check.report import Report, failed
+    from hybridserve.check.report import Report, failed, plain
 
     device = arguments.device
     try:
@@ -72,7 +72,7 @@ def _make_report(arguments: argparse.Namespace) -> "Report":
         arguments.device = None
         settings = Sources(arguments).settings(EngineSettings)
     except HybridServeError as error:
-        return Report(model=arguments.model or "", device=device, checks=[failed("usage", error)])
+        return Report(model=plain(arguments.model or ""), device=plain(device), checks=[failed("usage", error)])
     if not (arguments.is_run or arguments.deep or settings.plugin):
         import_torch()
     from hybridserve.check.checker import Options, check_model  # brings torch in

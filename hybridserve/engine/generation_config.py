@@ -12,6 +12,7 @@ import msgspec
 from hybridserve.errors import ModelError
 
 _MAX_CONFIG_NBYTES = 64 * 2**20
+_MAX_TOKEN_ID = 2**31
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +60,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def token_ids(value: Any) -> list[int]:
-    """Token ids from a config's entry, which is one id, a list of them, or null."""
+    """Token ids from a config's entry, which is one id, a list of them, or null; what can be no id is left out."""
     entries = value if isinstance(value, list) else [value]
-    return [entry for entry in entries if isinstance(entry, int) and not isinstance(entry, bool)]
+    return [entry for entry in entries if isinstance(entry, int) and not isinstance(entry, bool) and 0 <= entry < _MAX_TOKEN_ID]

@@ -56,7 +56,8 @@ def _build(name: str, config: Mapping[str, object], ops: Ops, dtype: torch.dtype
         # What is not implemented says more than what laying out stumbled over because of it.
         if faults:
             raise refusal(faults, str(error) if isinstance(error, ModelError) else "") from error
-        if isinstance(error, ArithmeticError):
+        # What torch says of impossible shapes; the one that it says of missing kernels is somebody else's matter.
+        if isinstance(error, ArithmeticError | RuntimeError) and not isinstance(error, NotImplementedError):
             raise UnsupportedModelError(
                 f"config.json: no {name} can have these values: {error}; take the file that was published with the weights"
             ) from error

@@ -36,6 +36,8 @@ HARMLESS_KEYS = frozenset({
 })  # fmt: skip
 _SHOWN = 12
 _UNREAD = "To serve it unread, at your own risk:"
+#: Of any whole number in a config; the longest contexts are far below.
+MAX_INT = 2**48
 MAX_SIZE = 2**24
 MAX_LAYERS = 2048
 
@@ -97,9 +99,12 @@ class ConfigReader:
                 )
             return default
         try:
-            return msgspec.convert(value, kind)
-        except msgspec.ValidationError as error:
+            found = msgspec.convert(value, kind)
+        except (msgspec.ValidationError, UnicodeError) as error:
             raise UnsupportedModelError(f"config.json: {self.name(key)} is {value!r:.200}: {error}; correct the file") from error
+        if isinstance(found, int) and abs(found) > MAX_INT:
+            raise UnsupportedModelError(f"config.json: {self.name(key)} is {found}, beyond {MAX_INT}; correct the file")
+        return found
 
     def read_optional(self, key: str, kind: type[T]) -> T | None:
         """The value at `key`, or None when it is absent or null."""
