@@ -5,8 +5,8 @@
 A hybrid of one attention and three state groups, and beside it a model of attention alone, at 1 to 1,000 running requests, in two
 mixes: steady decode, and 10 % of the requests finishing and as many arriving at every step. Memory is full, so that every arrival
 evicts. An event is an arrival with the finish that makes room for it: lookup, seats, slots and blocks, two checkpoints written
-and two evicted. The floor is an empty numpy pass over the same arrays: what a step would cost if nothing ever happened. Both models
-run in turn, so that whatever else the machine does falls on both; medians of the steps after a warm-up.
+and two evicted. The floor is an empty numpy pass over the same arrays: what a step would cost if nothing ever happened. Both
+models run in turn, so that whatever else the machine does falls on both; medians of the steps after a warm-up.
 """
 
 import argparse
