@@ -24,7 +24,7 @@ def test_keys_that_only_name_things_pass(values: dict[str, object]) -> None:
     reader(**values).finish()
 
 
-@pytest.mark.parametrize("key", ["rope_interleaved", "quantization_config", "attn_logit_softcapping", "model_name_or_paths"])
+@pytest.mark.parametrize("key", ["rope_interleaved", "compression_config", "attn_logit_softcapping", "model_name_or_paths"])
 def test_a_key_that_nobody_has_read_is_refused_with_the_way_out(key: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"{key}=True.*--ignore-config-keys {key}"):
         reader(**{key: True}).finish()
