@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from hybridserve.config import EngineSettings
+from hybridserve.errors import OverloadedError
 from hybridserve.request import Reason
 from tests import checkpoints
 from tests.core_client import serving
@@ -276,5 +277,22 @@ def test_each_of_several_choices_is_explained():
         told = [choice["cache_explanation"] for choice in reply["choices"]]
         assert [one["num_prompt"] for one in told] == [40, 40, 30, 30]
         assert Counter(sum(one["tokens"].values()) for one in told) == {40: 2, 30: 2}
+
+    over_http(scenario)
+
+
+def test_an_answer_does_not_fail_with_its_explanation(monkeypatch):
+    """The place in the chat is looked for by a worker; when none is free, the rest is told."""
+
+    async def scenario(ask, core):
+        await turn(ask, [question(0)])
+        monkeypatch.setattr("hybridserve.engine.turns.Turns.message_at", refuse)
+        said, told = await turn(ask, [question(1)])
+        assert said
+        assert told["parted_in_message"] is None
+        assert told["parted_token"]
+
+    def refuse(self, position):
+        raise OverloadedError("busy")
 
     over_http(scenario)

@@ -49,6 +49,13 @@ _OPERATIONS = (
     _Operation("/version", "The server's version"),
     _Operation("/metrics", "Prometheus metrics", reply_type="text/plain"),
 )
+_EXPLAIN = {
+    "name": "X-Hybridserve-Explain",
+    "in": "header",
+    "required": False,
+    "description": "1 adds cache_explanation to each choice: what of the prompt was reused, and why not more",
+    "schema": {"type": "string", "enum": ["0", "1"]},
+}
 _FAULTS = {"400": "The request is wrong", "401": "The key is missing or wrong", "503": "Full, draining or without an engine"}
 
 
@@ -85,6 +92,8 @@ def _describe(operation: _Operation, schema_of: dict[type[msgspec.Struct], dict[
     for status, text in _FAULTS.items():
         responses[status] = {"description": text, "content": fault}
     described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
+    if operation.is_stream:
+        described["parameters"] = [_EXPLAIN]
     if operation.request is not None:
         body = {"application/json": {"schema": schema_of[operation.request]}}
         described["requestBody"] = {"required": True, "content": body}

@@ -5,6 +5,7 @@ checks against the model's vocabulary and context. Must not know sampling beyond
 and explain routes.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ import msgspec
 
 from hybridserve.engine.chat import Message
 from hybridserve.engine.turns import Turns
-from hybridserve.errors import RequestError
+from hybridserve.errors import HybridServeError, RequestError
 from hybridserve.request import MAX_CACHE_MARKS, MAX_CACHE_SALT_CHARS, CacheHints, Explanation
 from hybridserve.server.service import Service
 from hybridserve.server.wire import MAX_PROMPTS, ChatMessage, ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
@@ -140,7 +141,9 @@ async def located(service: Service, prompt: Prompt, explanation: Explanation) ->
         char = service.tokenizer.char_at(text, at, add_special_tokens=prompt.has_special_tokens)
         return None if char is None else turns.message_at(char)
 
-    number = await service.workers.run(find)
+    number: int | None = None
+    with contextlib.suppress(HybridServeError):  # the answer does not wait for it, nor fail with it
+        number = await service.workers.run(find)
     return msgspec.structs.replace(explanation, parted_token=token, parted_in_message=number)
 
 
