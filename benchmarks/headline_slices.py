@@ -43,7 +43,7 @@ SLICES: Mapping[str, tuple[dict[str, object], str]] = {
 }
 FLAGS = (
     "--load-format", "dummy", "--tokenizer", "demo", "--device", "cpu", "--dtype", "bfloat16", "--served-model-name", "slice",
-    "--max-model-len", "4096", "--max-num-batched-tokens", "512", "--max-num-seqs", "8", "--kv-cache-memory", "3GiB",
+    "--max-model-len", "4096", "--max-num-batched-tokens", "512", "--max-num-seqs", "8", "--kv-cache-memory", "1GiB",
 )  # fmt: skip
 MAX_TOKENS = 12
 QUESTION = "The code of the red door is 4711. What is the code of the red door?"
