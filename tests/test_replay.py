@@ -12,7 +12,7 @@ from hybridserve.errors import UsageError
 from hybridserve.kv.arena import plan_cache
 from hybridserve.kv.spec import PagedSpec, StateSpec, TensorSpec
 from hybridserve.replay.oracle import capacity_hits, visits_of
-from hybridserve.replay.roofline import DEVICES, Roofline
+from hybridserve.replay.roofline import DEVICES, Device, Roofline, Work, read_device
 from hybridserve.replay.simulate import Replay
 from hybridserve.replay.trace import SYNTHETIC, Segment, TraceRequest, load_trace, read_trace, tokens_of
 
@@ -182,3 +182,47 @@ def test_segments_of_one_key_are_prefixes_of_each_other_and_keys_differ_at_once(
         np.testing.assert_array_equal(tokens_of(Segment(key, 50))[:20], tokens_of(Segment(key, 20)))
     first = {int(tokens_of(Segment(key, 1))[0]) for key in range(2000)}
     assert len(first) > 1990
+
+
+def test_a_pass_takes_what_its_bytes_or_its_flop_take():
+    plan = plan_cache(LAYERS, 10**10)
+    device = Device(nbytes_per_s=1e9, flop_per_s=1e12, step_s=0.5)
+    of = Roofline.of(plan, device, dense=10**9, experts=0, expert_share=1.0, itemsize=2, attention_width=10 * 16 * 256)
+    # One token of one sequence that looks at 1,000: 2 GB of weights, 20,480 bytes a token of KV, its states read and written.
+    states = 30 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
+    assert of.seconds(Work(1, 1, 1000, 1000)) == pytest.approx((2e9 + 1000 * 20_480 + 2 * states) / 1e9 + 0.5)
+    # 10,000 tokens at once compute: 2 FLOP a parameter each, and 4 for each value of the attention of each pair.
+    pairs = 10_000 * 10_001 // 2
+    assert of.seconds(Work(10_000, 1, 10_000, pairs)) == pytest.approx((10_000 * 2e9 + pairs * 4 * 40_960) / 1e12 + 0.5)
+
+
+def test_measured_rates_replace_a_device(tmp_path, capsys):
+    rates = tmp_path / "rates.json"
+    rates.write_text('{"nbytes_per_s": 2e9, "flop_per_s": 3e10, "step_s": 0.002}')
+    assert read_device(str(rates)) == Device(2e9, 3e10, 0.002)
+    command = [
+        "replay",
+        "bursts",
+        "--model",
+        "demo",
+        "--memory",
+        "64MiB",
+        "--num-requests",
+        "20",
+        "--max-model-len",
+        "2400",
+        "--json",
+    ]
+    times = []
+    for more in (["--calibration", str(rates)], ["--device", "h200"]):
+        assert main([*command, *more]) == 0
+        times.append(json.loads(capsys.readouterr().out)["end_to_end_s"]["p50"])
+    assert times[0] > 10 * times[1]
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"nbytes_per_s": 0, "flop_per_s": 1, "step_s": 0}', '{"speed": 1}'])
+def test_rates_that_cannot_be_are_refused(tmp_path, text):
+    rates = tmp_path / "rates.json"
+    rates.write_text(text)
+    with pytest.raises(UsageError, match="give a JSON file with nbytes_per_s, flop_per_s and step_s"):
+        read_device(str(rates))

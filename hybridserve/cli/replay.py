@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, help="longest context; default: the model's own")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="requests that run at once")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192, help="token budget of one step")
-    parser.add_argument("--calibration", type=float, default=1.0, help="measured seconds of a step over modelled ones")
+    parser.add_argument("--calibration", metavar="FILE.json", help="measured rates instead of --device's")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--picture", metavar="FILE.png", help="draw the memory over time")
 
@@ -37,17 +37,20 @@ def run(arguments: argparse.Namespace) -> int:
     """Replay and print the report."""
     # Here rather than above: torch and numpy cost seconds, and --help needs neither.
     from hybridserve.replay.model import plan_of
-    from hybridserve.replay.report import as_table, draw, make_report
-    from hybridserve.replay.roofline import DEVICES
+    from hybridserve.replay.report import as_table, check_drawing, draw, make_report
+    from hybridserve.replay.roofline import DEVICES, read_device
     from hybridserve.replay.simulate import Replay
     from hybridserve.replay.trace import load_trace
 
     if arguments.device not in DEVICES:
         raise UsageError(f"--device {arguments.device!r} is not known; known: {', '.join(DEVICES)}")
+    device = DEVICES[arguments.device] if arguments.calibration is None else read_device(arguments.calibration)
+    if arguments.picture:
+        check_drawing()
     nbytes = parse_nbytes(arguments.memory)
     trace = load_trace(arguments.trace, num_requests=arguments.num_requests, seed=arguments.seed)
     model = plan_of(arguments.model, nbytes, max_chunk=arguments.max_num_batched_tokens)
-    roofline = model.roofline(DEVICES[arguments.device], arguments.calibration)
+    roofline = model.roofline(device)
     started = time.monotonic()
     outcome = Replay(
         trace,

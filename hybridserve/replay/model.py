@@ -24,8 +24,9 @@ class ReplayModel:
     experts: int
     expert_share: float
     itemsize: int
+    attention_width: int  # heads x head size of all layers that attend to all text
 
-    def roofline(self, device: Device, calibration: float) -> Roofline:
+    def roofline(self, device: Device) -> Roofline:
         """Cost of its passes on a device."""
         return Roofline.of(
             self.plan,
@@ -34,7 +35,7 @@ class ReplayModel:
             experts=self.experts,
             expert_share=self.expert_share,
             itemsize=self.itemsize,
-            scale=calibration,
+            attention_width=self.attention_width,
         )
 
 
@@ -45,13 +46,15 @@ def plan_of(source: str, nbytes: int, *, max_chunk: int) -> ReplayModel:
     ops = select(torch.device("cpu"), torch.float32, ("reference",)).ops
     model = build_model(folder.config, ops, dtype)
     dense, experts = _count(model)
+    plan = plan_cache(model.cache_specs(), nbytes, max_chunk=max_chunk)
     return ReplayModel(
-        plan=plan_cache(model.cache_specs(), nbytes, max_chunk=max_chunk),
+        plan=plan,
         max_positions=model.info.max_positions,
         dense=dense,
         experts=experts,
         expert_share=_expert_share(folder.config),
         itemsize=dtype.itemsize,
+        attention_width=_attention_width(folder.config, plan),
     )
 
 
@@ -62,10 +65,25 @@ def _count(model: CausalLM) -> tuple[int, int]:
     return total - experts, experts
 
 
+def _text_of(config: Mapping[str, object]) -> Mapping[str, object]:
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def _attention_width(config: Mapping[str, object], plan: CachePlan) -> int:
+    """Heads x head size over the layers whose caches grow with the text; 0 where the config has no such names."""
+    values = _text_of(config)
+    heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
+    size = values.get("v_head_dim") or values.get("head_dim")
+    if not isinstance(heads, int) or not isinstance(hidden, int) or not heads:
+        return 0
+    width = heads * (size if isinstance(size, int) else hidden // heads)
+    return width * len({layer for group in plan.paged if group.window is None for layer in group.layers})
+
+
 def _expert_share(config: Mapping[str, object]) -> float:
     """Share of the experts that one token uses, by the names that configs have for it."""
-    text = config.get("text_config")
-    values = text if isinstance(text, dict) else config
+    values = _text_of(config)
     count = next((values[n] for n in ("num_experts", "num_local_experts", "n_routed_experts") if values.get(n)), 1)
     used = next((values[n] for n in ("num_experts_per_tok", "moe_topk") if values.get(n)), 1)
     return float(used) / float(count) if isinstance(used, int) and isinstance(count, int) else 1.0

@@ -4,6 +4,7 @@ Owns the arithmetic of the report and its two forms, a table and JSON. Called by
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -104,12 +105,17 @@ def as_table(report: Report) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
+def check_drawing() -> None:
+    """Raise MissingDependencyError where `draw` would: before a long replay, not after it."""
+    if find_spec("matplotlib") is None:
+        raise MissingDependencyError("--picture needs matplotlib; pip install 'hybridserve[plot]', or use --json")
+
+
 def draw(report: Report, path: Path) -> None:
     """A picture of superpages in use and pages by kind over virtual time. Raises MissingDependencyError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError("--picture needs matplotlib; install it, or use --json") from error
+    check_drawing()
+    from matplotlib.figure import Figure  # seconds to import, and only a picture needs it
+
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     clock = [sample["clock_s"] for sample in report.occupancy]

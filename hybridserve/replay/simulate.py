@@ -15,7 +15,7 @@ from hybridserve.engine.seats import Ints
 from hybridserve.kv.arena import CachePlan
 from hybridserve.kv.coordinator import KVCacheCoordinator
 from hybridserve.kv.eviction import Policy
-from hybridserve.replay.roofline import Roofline
+from hybridserve.replay.roofline import Roofline, Work
 from hybridserve.replay.trace import TraceRequest, tokens_of
 from hybridserve.request import EngineRequest, SamplingParams
 
@@ -126,7 +126,8 @@ class Replay:
         state = scheduler.seats
         if not len(seats) or scheduler.num_waiting or (state.num_tokens[seats] - state.num_computed[seats] != 1).any():
             return 1
-        pass_s = self._roofline.seconds(len(seats), len(seats), int(state.num_tokens[seats].sum()))
+        context = int(state.num_tokens[seats].sum())
+        pass_s = self._roofline.seconds(Work(len(seats), len(seats), context, context))
         left = state.limit[seats] - state.num_tokens[seats]
         within_budget = scheduler.limits.max_num_batched_tokens // len(seats)
         ahead = int(min(until_arrival_s / pass_s, left.max(), _MAX_AHEAD, within_budget)) - 1
@@ -142,7 +143,8 @@ class Replay:
     def _pass_s(self, plan: Plan, num_passes: int) -> float:
         """Seconds of one of the passes that a plan stands for."""
         context = int(plan.starts.sum() + plan.counts.sum())
-        return self._roofline.seconds(-(-plan.num_tokens // num_passes), len(plan.seats), context)
+        pairs = int((plan.counts * plan.starts + plan.counts * (plan.counts + 1) // 2).sum())
+        return self._roofline.seconds(Work(-(-plan.num_tokens // num_passes), len(plan.seats), context, pairs // num_passes))
 
     def _commit(self, plan: Plan, clock: float, pass_s: float, num_passes: int) -> None:
         for seat in plan.seated:
