@@ -7,7 +7,6 @@ scheduling cannot change; at the end everything has ended and all memory can be 
 
 import random
 
-import numpy as np
 import pytest
 
 from hybridserve.kv.cache import PrefixCache
