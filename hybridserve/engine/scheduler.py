@@ -15,6 +15,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridserve.engine.load import LoadControl
 from hybridserve.engine.seats import Awaited, Ints, Running, Seats
 from hybridserve.errors import OverloadedError, RequestError
 from hybridserve.kv.cache import Match
@@ -25,6 +26,9 @@ from hybridserve.request import CacheHints, EngineRequest, Explanation, FinishRe
 _MIN_SHARED = 16
 #: Waiting requests that are compared with the running ones before it is their turn.
 _LOOK_AHEAD = 256
+#: Waiting requests among which the next is chosen while memory thrashes, and how many may overtake one.
+_CANDIDATES = 16
+_MOST_OVERTAKEN = 64
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,10 @@ class Counters:
 
 
 class Scheduler:
-    """Running requests first, then waiting ones in order of arrival; preempts the youngest when memory runs out."""
+    """Running requests first, then waiting ones in order of arrival; preempts the youngest when memory runs out.
+
+    While memory thrashes fewer requests run at once, and those with least to compute start first (`load.py`).
+    """
 
     def __init__(self, limits: Limits, coordinator: KVCacheCoordinator) -> None:
         self.limits = limits
@@ -91,6 +98,7 @@ class Scheduler:
         self._num_arrived = 0
         # Set when memory did not suffice for the head of the queue: trying again is in vain until something is given back.
         self._is_blocked = False
+        self._load = LoadControl()
         self._failed: list[Ended] = []
         self._prefilling: dict[tuple[str, bytes], dict[int, Running]] = {}  # running requests by how they start
         self._seated: list[int] = []
@@ -268,7 +276,7 @@ class Scheduler:
             self._is_blocked = False
         skipped: list[Running] = []
         while left > 0 and self._waiting and self.seats.num_free and not self._is_blocked:
-            running = self._waiting.popleft()
+            running = self._take_next()
             if self._still_awaits(running):
                 skipped.append(running)
                 continue
@@ -288,6 +296,21 @@ class Scheduler:
             return counts
         self._order = np.concatenate([self._order, np.array(seated, np.int64)])
         return np.concatenate([counts, np.array(new_counts, np.int64)])
+
+    def _take_next(self) -> Running:
+        """The waiting request to start: the first that came, or while memory thrashes the one with least to compute.
+
+        What such a one has cached would be gone when its turn came. Nobody is overtaken without end.
+        """
+        if not self._load.is_limiting or self._waiting[0].num_overtaken >= _MOST_OVERTAKEN:
+            return self._waiting.popleft()
+        candidates = list(islice(self._waiting, _CANDIDATES))
+        computed = [len(one.known_tokens) - self._match(one).num_tokens for one in candidates]
+        chosen = computed.index(min(computed))
+        for overtaken in candidates[:chosen]:
+            overtaken.num_overtaken += 1
+        del self._waiting[chosen]
+        return candidates[chosen]
 
     def _hold_back(self, running: Running) -> None:
         """Memory does not suffice for this request now; if nothing else runs, waiting would never end."""
@@ -346,12 +369,16 @@ class Scheduler:
         for running in islice(self._waiting, _LOOK_AHEAD):
             if not running.was_examined:
                 running.was_examined = True
-                self._finds_prefix_under_way(running, Match.nothing())
+                if not self._finds_prefix_under_way(running, Match.nothing()):
+                    self._coordinator.expect(self._match(running))
 
     def _open(self, running: Running, match: Match, budget: int) -> int | None:
         """Seat a request on what of it is cached. Returns the tokens to compute now, None when memory does not suffice."""
-        seat, num_tokens = self.seats.take(running), len(running.known_tokens)
-        start = match.num_tokens
+        num_tokens, start = len(running.known_tokens), match.num_tokens
+        is_alone = not (len(self._order) or self._seated)
+        if not self._coordinator.could_open(num_tokens, match, 1.0 if is_alone else self._load.share):
+            return None
+        seat = self.seats.take(running)
         count = min(num_tokens - start, budget)
         row, hints = self.seats.tokens[seat], running.request.cache
         opened = self._coordinator.open(seat, row, num_tokens, match, hints, running.left)
@@ -373,6 +400,7 @@ class Scheduler:
         """Note, when a request first runs, what was reused and why not more."""
         explanation = self._coordinator.explain(running.known_tokens, match, running.request.cache)
         running.explanation, running.num_cached = explanation, match.num_tokens
+        self._load.note(explanation.num_prompt - match.num_tokens, explanation.tokens.get("evicted", 0))
         self.counters.num_prompt_tokens += explanation.num_prompt
         self.counters.num_cached_tokens += match.num_tokens
         self.counters.prompt_tokens_by_reason.update(explanation.tokens)

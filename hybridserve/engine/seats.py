@@ -35,6 +35,7 @@ class Running:
     awaits: "Awaited | None" = None  # a running request that computes a prefix of this one, which waits for it
     has_waited: bool = False  # whether it did so once
     left: Left | None = None  # what it had written when it was preempted
+    num_overtaken: int = 0  # requests that came later and were started first
     was_announced: bool = False  # whether the first output, with cached tokens and explanation, was sent
 
     @cached_property

@@ -221,6 +221,18 @@ class PrefixCache:
             return past.lost.kind[0]
         return match.checkpoint.origin if match.checkpoint is not None else None
 
+    def expect(self, match: Match) -> None:
+        """A request waits that will resume from here: what it needs is not the next to go."""
+        if match.text is None:
+            return
+        stamp = self._queue.stamp()
+        for run in match.text.path:
+            run.stamp = stamp
+        checkpoint = match.checkpoint
+        if checkpoint is not None and not checkpoint.evicted and not checkpoint.pinned:
+            checkpoint.stamp = stamp
+            self._queue.push(checkpoint, self._gain(checkpoint))  # its chance is certain
+
     def _pass(self, checkpoint: Checkpoint) -> None:
         checkpoint.is_passed = True
         self._odds.see(kind_of(checkpoint))
@@ -418,14 +430,17 @@ class PrefixCache:
             self._index.forget_root(run)
 
     def _worth(self, entry: Entry) -> float:
-        """Tokens saved per byte, times how often it was used."""
+        """Tokens saved per byte, times the chance that they are."""
         if isinstance(entry, WindowSpan):
             return _WINDOW_SHARE * self._text_worth
         if isinstance(entry, Run):
             return self._text_worth
-        saved = entry.position - (entry.before.position if entry.before is not None else 0)
-        nbytes = self._slot_nbytes + saved * self._kv_nbytes
-        return self._chance(entry) * saved / max(1, nbytes)
+        return self._chance(entry) * self._gain(entry)
+
+    def _gain(self, checkpoint: Checkpoint) -> float:
+        """Tokens that it saves per byte."""
+        saved = checkpoint.position - (checkpoint.before.position if checkpoint.before is not None else 0)
+        return saved / max(1, self._slot_nbytes + saved * self._kv_nbytes)
 
     def _chance(self, checkpoint: Checkpoint) -> float:
         """How likely a checkpoint is to be resumed from, up to a factor that is common to all."""

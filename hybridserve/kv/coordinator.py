@@ -138,6 +138,10 @@ class KVCacheCoordinator:
             return Match.nothing()
         return self._cache.match(tokens, salt)
 
+    def expect(self, match: Match) -> None:
+        """A request waits that will resume from this match."""
+        self._cache.expect(match)
+
     def explain(self, tokens: NDArray[np.int32], match: Match, hints: CacheHints) -> Explanation:
         """Why `match` is as long as it is."""
         if not self._caching:
@@ -148,6 +152,22 @@ class KVCacheCoordinator:
         return explain(len(tokens), found, salt=hints.salt, history=hints.history)
 
     # -- room -----------------------------------------------------------------------------------------------------------
+
+    def could_open(self, num_tokens: int, match: Match, share: float) -> bool:
+        """Whether a request of `num_tokens` fits beside what runs into `share` of the memory. Evicts nothing to find out.
+
+        Trying instead would evict all that is cached before it fails.
+        """
+        if share == 1.0 and self.plan.superpages_needed(num_tokens) <= self._arena.num_free:
+            return True
+        whole, total = match.num_tokens // self._unit, 0
+        for group, pool in zip(self.plan.groups, self._pools, strict=True):
+            pages = self.plan.pages_needed(group, num_tokens)
+            if group.is_paged and group.window is None and match.text is not None:
+                order = self.plan.paged.index(group)
+                pages -= sum(pool.count_live(part) for _, part in self._cache.blocks(match.text, order, 0, whole))
+            total += pool.superpages_with(pages)
+        return total <= share * self.plan.num_superpages
 
     def open(
         self, seat: int, tokens: NDArray[np.int32], num_prompt: int, match: Match, hints: CacheHints, left: "Left | None" = None

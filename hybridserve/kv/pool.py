@@ -46,6 +46,12 @@ class PagePool:
     def has_free(self) -> bool:
         return bool(self._partial)
 
+    def superpages_with(self, num_pages: int) -> int:
+        """Superpages that hold live pages once there are `num_pages` more of them, with all that is cached evicted."""
+        live = int(np.count_nonzero(self._live_of))
+        room = live * self._per_superpage - self.num_live
+        return live + -(-max(0, num_pages - room) // self._per_superpage)
+
     # -- taking ---------------------------------------------------------------------------------------------------------
 
     def take_many(self, count: int, near: int | None = None) -> list[int]:
@@ -180,6 +186,10 @@ class PagePool:
         unused = them[(self._holds_of[them] == 0) & (self._refs_of[them] == 0)]
         self.num_cached -= len(unused)
         self._put_back_many(unused)
+
+    def count_live(self, pages: Sequence[int]) -> int:
+        """How many of these pages requests use."""
+        return int(np.count_nonzero(self._refs_of[np.asarray(pages, np.int32)]))
 
     def is_live(self, page: int) -> bool:
         return self._refs[page] > 0
