@@ -365,11 +365,14 @@ class Scheduler:
         return False
 
     def _look_ahead(self) -> None:
-        """Ask running requests for the prefixes that newly arrived ones share with them, before they have passed that point."""
+        """Ask running requests for the prefixes that newly arrived ones share with them, before they have passed that point.
+
+        What others have cached is expected to be used soon, so that it does not go while they wait for memory.
+        """
         for running in islice(self._waiting, _LOOK_AHEAD):
             if not running.was_examined:
                 running.was_examined = True
-                if not self._finds_prefix_under_way(running, Match.nothing()):
+                if not self._finds_prefix_under_way(running, Match.nothing()) and self._load.is_limiting:
                     self._coordinator.expect(self._match(running))
 
     def _open(self, running: Running, match: Match, budget: int) -> int | None:

@@ -29,8 +29,10 @@ KEY_NBYTES: Final = 32
 #: In the place of a block that was evicted or never kept.
 NO_BLOCK: Final = -1
 
-#: Evicted checkpoints that a run remembers.
+#: Evicted checkpoints that a run remembers, and tokens that one must have saved: prompts that happen to begin with the same token
+#: miss nothing.
 _MOST_LOST: Final = 64
+_LEAST_MISSED: Final = 4
 
 #: Why a checkpoint was written. How often each kind is resumed from is learned (`PrefixCache`).
 Origin: TypeAlias = Literal["prompt_end", "answer_end", "boundary", "junction", "spacing"]
@@ -382,9 +384,10 @@ class PrefixIndex:
         if not point.checkpoints and not point.edges:
             run.drop_point(checkpoint.depth)
         position, tail = checkpoint.position, checkpoint.tail
-        if run.lost:
+        before = checkpoint.before.position if checkpoint.before is not None else 0
+        if position - before >= _LEAST_MISSED:
             run.lost = [one for one in run.lost[-_MOST_LOST:] if one.position != position or one.tail != tail]
-        run.lost.append(Lost(position, checkpoint.depth, tail, kind_of(checkpoint), checkpoint.stamp))
+            run.lost.append(Lost(position, checkpoint.depth, tail, kind_of(checkpoint), checkpoint.stamp))
         checkpoint.evicted, checkpoint.before = True, None
         self.num_checkpoints -= 1
 
@@ -471,6 +474,8 @@ def common_units(a: bytes | bytearray | memoryview, b: bytes | bytearray | memor
 
 def _common_tokens(a: bytes | bytearray | memoryview, b: bytes | bytearray | memoryview) -> int:
     """Tokens that two i32 LE byte strings share from the start."""
+    if a[:TOKEN_NBYTES] != b[:TOKEN_NBYTES]:
+        return 0
     length = min(len(a), len(b)) // TOKEN_NBYTES
     left: NDArray[np.int32] = np.frombuffer(a, np.int32, length)
     right: NDArray[np.int32] = np.frombuffer(b, np.int32, length)
