@@ -7,7 +7,7 @@ starts no process; close it, or use it as a context manager, to free the model's
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TypeAlias, TypedDict
+from typing import NamedTuple, TypeAlias, TypedDict
 
 import msgspec
 
@@ -15,7 +15,9 @@ from hybridserve.config import EngineSettings, resolve
 from hybridserve.engine.chat import ChatTemplate, Message
 from hybridserve.engine.core import EngineCore
 from hybridserve.engine.messages import EngineInfo
+from hybridserve.engine.placing import place
 from hybridserve.engine.text import Detokenizer, Tokenizer
+from hybridserve.engine.turns import Turns
 from hybridserve.errors import EngineError, RequestError, UsageError
 from hybridserve.models import resolve as resolve_model
 from hybridserve.request import CacheHints, EngineRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprob
@@ -56,6 +58,15 @@ class GenerationResult:
     @property
     def finished(self) -> bool:
         return all(output.finish_reason is not None for output in self.outputs)
+
+
+class _Job(NamedTuple):
+    """One prompt to run."""
+
+    prompt: str | None
+    token_ids: list[int]
+    sampling: SamplingParams
+    hints: CacheHints = CacheHints()
 
 
 @dataclass
@@ -112,7 +123,7 @@ class LLM:
         # A single prompt is itself a sequence (of characters) or a mapping.
         listed: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = self._per_prompt(sampling_params, len(listed))
-        return self._run([(*self._ids(prompt), one) for prompt, one in zip(listed, params, strict=True)])
+        return self._run([_Job(*self._ids(prompt), one) for prompt, one in zip(listed, params, strict=True)])
 
     def chat(
         self,
@@ -126,8 +137,9 @@ class LLM:
         params = self._per_prompt(sampling_params, len(chats))
         jobs = []
         for chat, one in zip(chats, params, strict=True):
-            text = self._template.render(chat)
-            jobs.append((text, self.tokenizer.encode(text, add_special_tokens=False), one))
+            turns = Turns(self._template, chat)
+            ids, hints = place(self.tokenizer, turns)
+            jobs.append(_Job(turns.text, ids, one, hints))
         return self._run(jobs)
 
     def close(self) -> None:
@@ -160,17 +172,17 @@ class LLM:
             return prompt, self.tokenizer.encode(prompt)
         return None, list(prompt["prompt_token_ids"])
 
-    def _run(self, jobs: Sequence[tuple[str | None, list[int], SamplingParams]]) -> list[GenerationResult]:
+    def _run(self, jobs: "Sequence[_Job]") -> list[GenerationResult]:
         engine = self._engine
         results: list[GenerationResult] = []
         choices: dict[str, _Choice] = {}
         try:
-            for prompt, ids, sampling in jobs:
-                result = GenerationResult(str(self._num_requests), prompt, ids, [])
+            for job in jobs:
+                result = GenerationResult(str(self._num_requests), job.prompt, job.token_ids, [])
                 self._num_requests += 1
                 results.append(result)
-                for index in range(sampling.n):
-                    self._submit(engine, result, index, sampling, choices)
+                for index in range(job.sampling.n):
+                    self._submit(engine, result, index, job, choices)
             while choices:
                 stopped = [output.request_id for output in engine.step() if self._take(output, choices)]
                 engine.abort(stopped)
@@ -179,9 +191,8 @@ class LLM:
             engine.abort(list(choices))
         return results
 
-    def _submit(
-        self, engine: EngineCore, result: GenerationResult, index: int, sampling: SamplingParams, choices: dict[str, _Choice]
-    ) -> None:
+    def _submit(self, engine: EngineCore, result: GenerationResult, index: int, job: "_Job", choices: dict[str, _Choice]) -> None:
+        sampling = job.sampling
         request_id = f"{result.request_id}.{index}"
         seed = sampling.seed + index if sampling.seed is not None else None
         own = msgspec.structs.replace(sampling, n=1, seed=seed)
@@ -192,7 +203,7 @@ class LLM:
                 prompt_token_ids=result.prompt_token_ids,
                 sampling=own,
                 eos_token_ids=eos,
-                cache=CacheHints(),
+                cache=job.hints,
             )
         )
         if refusal is not None:

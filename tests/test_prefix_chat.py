@@ -10,6 +10,7 @@ from hybridserve.engine.chat import ChatTemplate
 from hybridserve.engine.core import EngineCore
 from hybridserve.engine.text import Tokenizer
 from hybridserve.engine.turns import Turns
+from hybridserve.llm import LLM
 from hybridserve.request import CacheHints, EngineRequest, SamplingParams
 from tests import checkpoints
 
@@ -92,3 +93,16 @@ def test_a_corrupted_entry_can_be_dropped_and_does_not_survive(tmp_path):
     core.clear_cache()
     assert answer("c") == right
     core.check()
+
+
+def test_a_chat_in_ones_own_process_tells_where_later_chats_part_from_it(monkeypatch):
+    sent, add = [], EngineCore.add
+    monkeypatch.setattr(EngineCore, "add", lambda self, request: sent.append(request) or add(self, request))
+    with LLM("demo", kv_cache_memory=2**26) as llm:
+        chat = [{"role": "user", "content": "What is the code of Anna?"}]
+        first = llm.chat(chat, SamplingParams(temperature=0.0, max_tokens=4))[0]
+        question = len(llm.tokenizer.encode("<|im_start|>user\nWhat is the code of Anna?<|im_end|>\n", add_special_tokens=False))
+        assert question in sent[0].cache.boundaries
+        assert max(sent[0].cache.boundaries) == len(first.prompt_token_ids)
+        again = llm.chat([*chat, {"role": "user", "content": "And of Ben?"}], SamplingParams(temperature=0.0, max_tokens=4))[0]
+        assert again.num_cached_tokens == question

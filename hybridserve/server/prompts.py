@@ -9,12 +9,13 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from hybridserve.engine.chat import Message
+from hybridserve.engine.placing import place
 from hybridserve.engine.turns import Turns
 from hybridserve.errors import HybridServeError, RequestError
 from hybridserve.request import MAX_CACHE_MARKS, MAX_CACHE_SALT_CHARS, CacheHints, Explanation
@@ -26,13 +27,11 @@ _BAD_SALT = re.compile(r"[\x00-\x1f\x7f-\x9f@/\\]")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. `text` is None when the client sent ids. Positions are tokens; see `CacheHints`."""
+    """One prompt. `text` is None when the client sent ids."""
 
     token_ids: list[int]
     text: str | None = None
-    boundaries: tuple[int, ...] = ()
-    marks: tuple[int, ...] = ()
-    history: tuple[int, int] | None = None
+    hints: CacheHints = field(default_factory=CacheHints)  # where later prompts are likely to part from it
     turns: Turns | None = None
     has_special_tokens: bool = True  # whether the tokenizer added its own to `text`
 
@@ -108,23 +107,8 @@ def _marked(messages: Sequence[ChatMessage]) -> list[int]:
 
 def _placed(service: Service, turns: Turns, marked: Sequence[int], add_special: bool) -> Prompt:
     """The prompt of a chat with the token positions that matter to the prefix cache."""
-    boundaries, marks, history = turns.boundaries(), [turns.end_of(index) for index in marked], turns.history()
-    ids, index_of = service.tokenizer.encode_at(
-        turns.text, {*boundaries, *marks, *(history or ())}, add_special_tokens=add_special
-    )
-    return Prompt(
-        ids,
-        turns.text,
-        boundaries=_indices(boundaries, index_of),
-        marks=_indices(marks, index_of),
-        history=(index_of[history.start], index_of[history.end]) if history and index_of.keys() >= set(history) else None,
-        turns=turns,
-        has_special_tokens=add_special,
-    )
-
-
-def _indices(positions: Sequence[int], index_of: Mapping[int, int]) -> tuple[int, ...]:
-    return tuple(sorted({index_of[position] for position in positions if index_of.get(position)}))
+    ids, hints = place(service.tokenizer, turns, marked=marked, add_special_tokens=add_special)
+    return Prompt(ids, turns.text, hints=hints, turns=turns, has_special_tokens=add_special)
 
 
 async def located(service: Service, prompt: Prompt, explanation: Explanation) -> Explanation:
@@ -178,11 +162,9 @@ def cache_hints(fields: GenerationFields, prompt: Prompt) -> CacheHints:
             param="cache_salt",
         )
     xargs = fields.hybrid_xargs
-    return CacheHints(
+    return msgspec.structs.replace(
+        prompt.hints,
         salt=salt,
-        boundaries=prompt.boundaries,
-        marks=prompt.marks,
-        history=prompt.history,
         pin=xargs.cache.pin if xargs else False,
         no_store=xargs.cache.no_store if xargs else False,
     )

@@ -1,0 +1,29 @@
+"""From a rendered chat to its tokens and to the token positions that the prefix cache is told of.
+
+Owns the step from characters to tokens, once for the server and for `LLM`. Called in a worker thread by the server: both
+rendering and tokenising take time.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from hybridserve.engine.text import Tokenizer
+from hybridserve.engine.turns import Turns
+from hybridserve.request import CacheHints
+
+
+def place(
+    tokenizer: Tokenizer, turns: Turns, *, marked: Sequence[int] = (), add_special_tokens: bool = False
+) -> tuple[list[int], CacheHints]:
+    """Token ids of a chat, and where in them later chats are likely to part from it. `marked` are numbers of messages."""
+    boundaries, marks, history = turns.boundaries(), [turns.end_of(index) for index in marked], turns.history()
+    positions = {*boundaries, *marks, *(history or ())}
+    ids, index_of = tokenizer.encode_at(turns.text, positions, add_special_tokens=add_special_tokens)
+    return ids, CacheHints(
+        boundaries=_indices(boundaries, index_of),
+        marks=_indices(marks, index_of),
+        history=(index_of[history.start], index_of[history.end]) if history and index_of.keys() >= set(history) else None,
+    )
+
+
+def _indices(positions: Sequence[int], index_of: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(sorted({index_of[position] for position in positions if index_of.get(position)}))
