@@ -226,3 +226,12 @@ def test_rates_that_cannot_be_are_refused(tmp_path, text):
     rates.write_text(text)
     with pytest.raises(UsageError, match="give a JSON file with nbytes_per_s, flop_per_s and step_s"):
         read_device(str(rates))
+
+
+def test_a_prompt_whose_last_token_is_left_to_the_next_pass_is_timed():
+    """A budget that ends one token before the prompt does: nothing may be written ahead of its first token."""
+    trace = [TraceRequest(0.0, (Segment(1, 8193),), Segment(2, 50))]
+    outcome, _ = replay(trace, 10e9)
+    (timing,) = outcome.timings
+    assert timing is not None
+    assert 0 < timing.first_token_s < timing.end_s

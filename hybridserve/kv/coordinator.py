@@ -477,8 +477,7 @@ class KVCacheCoordinator:
             record.written.append(added)
             self.num_checkpoints_written += 1
 
-    @staticmethod
-    def _origin(record: _Seat, position: int) -> Origin:
+    def _origin(self, record: _Seat, position: int) -> Origin:
         """Why there is a checkpoint at this position of the seat's text."""
         if position >= record.num_prompt:
             return "answer_end"
@@ -486,7 +485,10 @@ class KVCacheCoordinator:
             return "junction"
         if position == record.num_prompt - 1:
             return "prompt_end"
-        return "boundary" if position in record.boundaries else "spacing"
+        if position in record.boundaries:
+            return "boundary"
+        # A prompt that goes on from this one is likelier to part near its end than anywhere before.
+        return "spacing" if position + self._placement.spacing < record.num_prompt - 1 else "last_spacing"
 
     def _leave_window(self, seat: int, end: int) -> None:
         """Give back blocks that no later token of the seat looks at."""

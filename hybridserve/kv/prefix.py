@@ -35,7 +35,7 @@ _MOST_LOST: Final = 64
 _LEAST_MISSED: Final = 4
 
 #: Why a checkpoint was written. How often each kind is resumed from is learned (`PrefixCache`).
-Origin: TypeAlias = Literal["prompt_end", "answer_end", "boundary", "junction", "spacing"]
+Origin: TypeAlias = Literal["prompt_end", "answer_end", "boundary", "junction", "spacing", "last_spacing"]
 
 
 class Run:

@@ -124,7 +124,11 @@ class Replay:
         scheduler = self._scheduler
         seats = scheduler.running_seats
         state = scheduler.seats
-        if not len(seats) or scheduler.num_waiting or (state.num_tokens[seats] - state.num_computed[seats] != 1).any():
+        if not len(seats) or scheduler.num_waiting:
+            return 1
+        # A seat with one token to compute may have the last of its prompt to come, and its first token not yet.
+        decodes = (state.num_tokens[seats] - state.num_computed[seats] == 1) & (state.num_tokens[seats] > state.num_prompt[seats])
+        if not decodes.all():
             return 1
         context = int(state.num_tokens[seats].sum())
         pass_s = self._roofline.seconds(Work(len(seats), len(seats), context, context))
