@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hybridserve.kv.coordinator import NO_SLOT
-from hybridserve.kv.prefix import NO_BLOCK
+from hybridserve.kv.entries import NO_BLOCK
 from tests.simulation import LAYOUTS, Simulation
 from tests.test_scheduler import VOCAB, build, request
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from hybridserve.engine.load import LoadControl
 from hybridserve.engine.seats import Awaited, Ints, Running, Seats
 from hybridserve.errors import OverloadedError, RequestError
-from hybridserve.kv.cache import Match
 from hybridserve.kv.coordinator import KVCacheCoordinator, StepMemory
+from hybridserve.kv.lookup import Match
 from hybridserve.request import CacheHints, EngineRequest, Explanation, FinishReason
 
 #: Tokens that a prefix under way must save before a request waits for it.

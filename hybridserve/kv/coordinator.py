@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridserve.kv.arena import Arena, CachePlan, GroupPlan
-from hybridserve.kv.cache import Match, PrefixCache
+from hybridserve.kv.cache import PrefixCache
 from hybridserve.kv.checkpoints import CheckpointPolicy
+from hybridserve.kv.entries import NO_BLOCK, Checkpoint, Origin, Run
 from hybridserve.kv.eviction import Policy
 from hybridserve.kv.explanation import explain, unexplored
+from hybridserve.kv.lookup import Match
 from hybridserve.kv.pool import PagePool
-from hybridserve.kv.prefix import NO_BLOCK, Checkpoint, Origin, Run
 from hybridserve.request import CacheHints, Explanation
 
 Ints = NDArray[np.int64]
@@ -136,7 +137,7 @@ class KVCacheCoordinator:
         """The longest position at which every group can resume this prompt, at most its length - 1."""
         if not self._caching or not self.plan.groups:
             return Match.nothing()
-        return self._cache.match(tokens, salt)
+        return self._cache.lookup.match(tokens, salt)
 
     def expect(self, match: Match) -> None:
         """A request waits that will resume from this match."""
@@ -148,7 +149,7 @@ class KVCacheCoordinator:
             return unexplored(len(tokens), "caching_off")
         if match.text is None:
             return unexplored(len(tokens), "prompt_logprobs")
-        found = self._cache.findings(tokens, match)
+        found = self._cache.lookup.findings(tokens, match)
         return explain(len(tokens), found, salt=hints.salt, history=hints.history)
 
     # -- room -----------------------------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ class KVCacheCoordinator:
             pages = self.plan.pages_needed(group, num_tokens)
             if group.is_paged and group.window is None and match.text is not None:
                 order = self.plan.paged.index(group)
-                pages -= sum(pool.count_live(part) for _, part in self._cache.blocks(match.text, order, 0, whole))
+                pages -= sum(pool.count_live(part) for _, part in self._cache.lookup.blocks(match.text, order, 0, whole))
             total += pool.superpages_with(pages)
         return total <= share * self.plan.num_superpages
 
@@ -227,12 +228,12 @@ class KVCacheCoordinator:
             if first == whole:
                 continue
             pool, table = self._pools[group.index], self._tables[group.index]
-            for unit, blocks in self._cache.blocks(match.text, order, first, whole) if match.text is not None else ():
+            for unit, blocks in self._cache.lookup.blocks(match.text, order, first, whole) if match.text is not None else ():
                 assert NO_BLOCK not in blocks, f"group {group.index} matched without a block behind unit {unit}"
                 table[seat, unit : unit + len(blocks)] = blocks
             pool.retain_many(table[seat, first:whole])
         if match.text is not None and match.num_tokens % self._unit:
-            sources = self._cache.partial_blocks(match.text, match.num_tokens, match.checkpoint)
+            sources = self._cache.lookup.partial_blocks(match.text, match.num_tokens, match.checkpoint)
             for group, source in zip(self.plan.paged, sources, strict=True):
                 assert source != NO_BLOCK, f"group {group.index} matched a partial unit without a block"
                 self._pools[group.index].retain(source)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
-from hybridserve.kv.prefix import Checkpoint, Run, WindowSpan
+from hybridserve.kv.entries import Checkpoint, Run, WindowSpan
 
 Entry: TypeAlias = Run | Checkpoint | WindowSpan
 Policy: TypeAlias = Literal["cost", "lru"]

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hybridserve.kv.prefix import KEY_NBYTES, TOKEN_NBYTES, Lost, TextMatch, child_key
+from hybridserve.kv.entries import TOKEN_NBYTES, Lost
+from hybridserve.kv.prefix import KEY_NBYTES, TextMatch, child_key
 
 #: Units that are remembered.
 _MOST: Final = 1 << 17

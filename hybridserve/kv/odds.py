@@ -7,7 +7,7 @@ look useless, and be evicted earlier still. Knows nothing of pages or text. `Pre
 from collections import Counter
 from typing import Final
 
-from hybridserve.kv.prefix import Kind
+from hybridserve.kv.entries import Kind
 
 #: Checkpoints of a kind, and uses of them, that are assumed before any were counted.
 _PRIOR_SEEN: Final = 8.0
