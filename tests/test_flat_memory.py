@@ -83,7 +83,7 @@ over_layouts = pytest.mark.parametrize(
 def traced(monkeypatch):
     # What is remembered up to a bound: soon full, as the real bounds are after a while.
     monkeypatch.setattr("hybridserve.kv.ghosts._MOST", 500)
-    monkeypatch.setattr("hybridserve.kv.prefix._MOST_LOST", 8)
+    monkeypatch.setattr("hybridserve.kv.prefix.MOST_LOST", 8)
     monkeypatch.setattr("hybridserve.kv.eviction._LEAST_SWEPT", 64)
     tracemalloc.start()
     yield

@@ -3,9 +3,9 @@
 Owns the keys of evicted units and, with them, the checkpoints that hung there. Holds no page. `PrefixCache` is its only caller.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice, repeat
 from typing import Final
 
 from hybridserve.kv.entries import TOKEN_NBYTES, Lost
@@ -24,25 +24,21 @@ class Remembered:
 
 
 class Ghosts:
-    """Evicted units in order of eviction; the oldest are forgotten."""
+    """Evicted units in the order in which they were first evicted; the oldest are forgotten."""
 
     def __init__(self, unit: int) -> None:
         self._unit = unit
-        self._of: OrderedDict[bytes, Sequence[Lost]] = OrderedDict()
+        self._of: dict[bytes, Sequence[Lost]] = {}
 
     def add(self, keys: bytes | bytearray, start: int, lost: Iterable[Lost]) -> None:
         """Remember the units of `keys`, the first of which begins `start` tokens from the start of its prompt."""
-        of = self._of
-        for at in range(0, len(keys), KEY_NBYTES):
-            key = bytes(keys[at : at + KEY_NBYTES])
-            of[key] = ()
-            of.move_to_end(key)
+        units = [bytes(keys[at : at + KEY_NBYTES]) for at in range(0, len(keys), KEY_NBYTES)]
+        self._of.update(zip(units, repeat(())))
         for one in lost:
-            at = ((one.depth - start) // self._unit - 1) * KEY_NBYTES
-            key = bytes(keys[at : at + KEY_NBYTES])
-            of[key] = (*of[key], one)
-        while len(of) > _MOST:
-            of.popitem(last=False)
+            key = units[(one.depth - start) // self._unit - 1]
+            self._of[key] = (*self._of[key], one)
+        for key in list(islice(self._of, max(0, len(self._of) - _MOST))):
+            del self._of[key]
 
     def forget(self, keys: bytes) -> None:
         """Forget units by key."""

@@ -275,9 +275,12 @@ class PrefixIndex:
         if run.parent is None:
             return
         key = bytes(run.keys[-KEY_NBYTES:] or run.parent.keys[-KEY_NBYTES:])
-        for at in range(len(run.keys) // KEY_NBYTES * self.unit_nbytes, len(run.tokens), self.unit_nbytes):
-            key = child_key(key, run.tokens[at : at + self.unit_nbytes])
-            run.keys += key
+        step, found = self.unit_nbytes, list[bytes]()
+        rest = bytes(run.tokens[len(run.keys) // KEY_NBYTES * step :])
+        for at in range(0, len(rest), step):
+            key = child_key(key, rest[at : at + step])
+            found.append(key)
+        run.keys += b"".join(found)
 
     def _root_key(self, salt: str, adapter: str) -> bytes:
         digest = hashlib.sha256(b"hybridserve-prefix-1")
@@ -297,9 +300,12 @@ class PrefixIndex:
             stack.extend(run.children.values())
 
 
-def child_key(parent: bytes, tokens: bytes | bytearray) -> bytes:
+_sha256 = hashlib.sha256
+
+
+def child_key(parent: bytes, tokens: bytes) -> bytes:
     """Key of the text that continues that of key `parent` by one unit."""
-    return hashlib.sha256(parent + tokens).digest()
+    return _sha256(parent + tokens).digest()
 
 
 def common_units(a: bytes | bytearray | memoryview, b: bytes | bytearray | memoryview, unit_nbytes: int) -> int:
