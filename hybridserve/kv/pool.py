@@ -48,7 +48,7 @@ class PagePool:
 
     def superpages_with(self, num_pages: int) -> int:
         """Superpages that hold live pages once there are `num_pages` more of them, with all that is cached evicted."""
-        live = int(np.count_nonzero(self._live_of))
+        live = self.num_live if self._per_superpage == 1 else int(np.count_nonzero(self._live_of))
         room = live * self._per_superpage - self.num_live
         return live + -(-max(0, num_pages - room) // self._per_superpage)
 
