@@ -4,6 +4,7 @@ Owns the index, the eviction queue and the holds that index entries have on page
 coordinator tells it what was written and asks it for matches and for memory.
 """
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -232,8 +233,10 @@ class PrefixCache:
                 continue
             if entry is None and not set_aside:
                 break
-            if entry is None:
-                # Nothing frees a page by itself: then whatever may uncover something that does.
+            if entry is None or (entry.priority == math.inf and set_aside):
+                # Nothing else frees a page by itself, but for what is pinned: then whatever may uncover something that does.
+                if entry is not None:
+                    self._queue.put_back(entry)
                 if self._is_evictable(first := set_aside.pop(0)):  # the text of a window block may be gone by now
                     self._evict(first)
             elif len(set_aside) < _SEARCH_LIMIT and not self._frees(entry, group):
@@ -328,7 +331,7 @@ class PrefixCache:
     def _chance(self, checkpoint: Checkpoint) -> float:
         """How likely a checkpoint is to be resumed from, up to a factor that is common to all."""
         if checkpoint.pinned:
-            return float("inf")
+            return math.inf
         if checkpoint.num_late_hits:
             return 1.0 + checkpoint.num_late_hits
         return self._odds.chance(kind_of(checkpoint))
