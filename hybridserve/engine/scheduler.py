@@ -276,11 +276,11 @@ class Scheduler:
             self._is_blocked = False
         skipped: list[Running] = []
         while left > 0 and self._waiting and self.seats.num_free and not self._is_blocked:
-            running = self._take_next()
+            running, found = self._take_next()
             if self._still_awaits(running):
                 skipped.append(running)
                 continue
-            match = self._match(running)
+            match = self._match(running) if found is None else found
             if self._finds_prefix_under_way(running, match):
                 skipped.append(running)
                 continue
@@ -297,20 +297,24 @@ class Scheduler:
         self._order = np.concatenate([self._order, np.array(seated, np.int64)])
         return np.concatenate([counts, np.array(new_counts, np.int64)])
 
-    def _take_next(self) -> Running:
-        """The waiting request to start: the first that came, or while memory thrashes the one with least to compute.
+    def _take_next(self) -> tuple[Running, Match | None]:
+        """The waiting request to start, with its match if that was looked up to choose it.
 
-        What such a one has cached would be gone when its turn came. Nobody is overtaken without end.
+        The first that came; or while memory thrashes the one with least to compute, since what it has cached would be gone when
+        its turn came. Nobody is overtaken without end.
         """
-        if not self._load.is_limiting or self._waiting[0].num_overtaken >= _MOST_OVERTAKEN:
-            return self._waiting.popleft()
+        if not self._load.is_limiting:
+            return self._waiting.popleft(), None
         candidates = list(islice(self._waiting, _CANDIDATES))
-        computed = [len(one.known_tokens) - self._match(one).num_tokens for one in candidates]
-        chosen = computed.index(min(computed))
+        matches = [self._match(one) for one in candidates]
+        computed = [len(one.known_tokens) - match.num_tokens for one, match in zip(candidates, matches, strict=True)]
+        # One that was held back for want of memory is first again: who is overdue need not be.
+        overdue = (at for at, one in enumerate(candidates) if one.num_overtaken >= _MOST_OVERTAKEN)
+        chosen = next(overdue, computed.index(min(computed)))
         for overtaken in candidates[:chosen]:
             overtaken.num_overtaken += 1
         del self._waiting[chosen]
-        return candidates[chosen]
+        return candidates[chosen], matches[chosen]
 
     def _hold_back(self, running: Running) -> None:
         """Memory does not suffice for this request now; if nothing else runs, waiting would never end."""

@@ -162,7 +162,7 @@ class PrefixCache:
             run = self._index.add_run(run, data, blocks)
         run.stamp = stamp
         for group, mine in zip(self._plan.paged, blocks, strict=True):
-            self._pools[group.index].hold_many([b for b in mine if b != NO_BLOCK] if group.window is not None else mine)
+            self._pools[group.index].hold_many(_present(group, mine))
         return run
 
     def _complete(self, run: Run, blocks: "list[array[int]]") -> None:
@@ -218,7 +218,7 @@ class PrefixCache:
             if run.start < stop:
                 span = WindowSpan(run, order, max(start, run.start), stop, stamp=run.stamp)
                 run.spans.append(span)
-                self._queue.push(span, self._worth(span))
+                self._queue.push(span, _WINDOW_SHARE * self._text_worth)
                 stop = run.start
             run = run.parent
 
@@ -315,13 +315,9 @@ class PrefixCache:
         if run.parent is None:
             self._index.forget_root(run)
 
-    def _worth(self, entry: Entry) -> float:
+    def _worth(self, checkpoint: Checkpoint) -> float:
         """Tokens saved per byte, times the chance that they are."""
-        if isinstance(entry, WindowSpan):
-            return _WINDOW_SHARE * self._text_worth
-        if isinstance(entry, Run):
-            return self._text_worth
-        return self._chance(entry) * self._gain(entry)
+        return self._chance(checkpoint) * self._gain(checkpoint)
 
     def _gain(self, checkpoint: Checkpoint) -> float:
         """Tokens that it saves per byte."""
@@ -368,7 +364,7 @@ class PrefixCache:
             yield from zip(self._plan.states, entry.slots, strict=True)
         elif isinstance(entry, WindowSpan):
             group = self._plan.paged[entry.order]
-            yield from ((group, block) for block in self._span_blocks(entry) if block != NO_BLOCK)
+            yield from ((group, block) for block in _present(group, self._span_blocks(entry)))
         else:
             for group, blocks in zip(self._plan.paged, entry.blocks, strict=True):
                 if blocks[-1] != NO_BLOCK:
@@ -394,8 +390,8 @@ class PrefixCache:
 
     def _evict_span(self, span: WindowSpan) -> None:
         run, start = span.run, span.run.start
-        pool, blocks = self._pools[self._plan.paged[span.order].index], run.blocks[span.order]
-        pool.drop_many([block for block in self._span_blocks(span) if block != NO_BLOCK])
+        group, blocks = self._plan.paged[span.order], run.blocks[span.order]
+        self._pools[group.index].drop_many(_present(group, self._span_blocks(span)))
         for at in range((span.start - start) // self._unit, min((span.end - start) // self._unit, len(blocks))):
             blocks[at] = NO_BLOCK
         run.spans.remove(span)
@@ -406,16 +402,11 @@ class PrefixCache:
         assert parent is not None, "a root is never queued"
         self._ghosts.add(self._index.keys(run)[first * KEY_NBYTES :], depth, (one for one in run.lost if one.depth > depth))
         for order, group in enumerate(self._plan.paged):
-            blocks = run.blocks[order][first:]
-            self._pools[group.index].drop_many([b for b in blocks if b != NO_BLOCK] if group.window is not None else blocks)
+            self._pools[group.index].drop_many(_present(group, run.blocks[order][first:]))
         self._index.trim(run, depth)
         return parent if run.evicted else run
 
     # -- reports --------------------------------------------------------------------------------------------------------
-
-    @property
-    def num_checkpoints(self) -> int:
-        return self._index.num_checkpoints
 
     def runs(self) -> Iterator[Run]:
         """Every run of text, roots included, for checks."""
@@ -432,3 +423,8 @@ class PrefixCache:
                     for group, page in self._pages_of(checkpoint):
                         counts[group.index][page] += 1
         return counts
+
+
+def _present(group: GroupPlan, blocks: "array[int]") -> Sequence[int]:
+    """Those of a run's blocks that are there: in a full group, all."""
+    return blocks if group.window is None else [block for block in blocks if block != NO_BLOCK]

@@ -54,7 +54,6 @@ class PrefixIndex:
         self._fingerprint = fingerprint
         self._roots: dict[tuple[str, str], Run] = {}
         self._names: dict[Run, tuple[str, str]] = {}
-        self.num_checkpoints = 0
 
     # -- lookup ---------------------------------------------------------------------------------------------------------
 
@@ -206,7 +205,6 @@ class PrefixIndex:
         point.checkpoints[checkpoint.tail] = checkpoint
         if checkpoint.tail:
             insort(point.edges, checkpoint.tail)
-        self.num_checkpoints += 1
 
     # -- removal --------------------------------------------------------------------------------------------------------
 
@@ -224,7 +222,6 @@ class PrefixIndex:
             run.lost = [one for one in run.lost[-MOST_LOST:] if one.position != position or one.tail != tail]
             run.lost.append(Lost(position, checkpoint.depth, tail, kind_of(checkpoint), checkpoint.stamp))
         checkpoint.evicted, checkpoint.before = True, None
-        self.num_checkpoints -= 1
 
     def trim(self, run: Run, depth: int) -> None:
         """Drop a run's text behind `depth`; the whole run when nothing is left of it."""

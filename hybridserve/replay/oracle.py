@@ -4,7 +4,7 @@ Owns the two oracles. They know segments, not pages, and nothing of the engine; 
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hybridserve.replay.trace import TraceRequest
@@ -72,6 +72,30 @@ def capacity_hits(visits: Sequence[Visit], *, nbytes: float, kv_nbytes_per_token
     A hit of p tokens needs the text up to p and, where there are states, those at p, which the first request that passed p
     left there. A request gets its longest prefix or, when something of that is missing, the longest earlier point that is whole.
     """
+    _note_uses(visits, kv_nbytes_per_token, state_nbytes)
+    farthest: list[tuple[int, int, _Item]] = []
+    used, order, hits = 0.0, 0, []
+    for number, visit in enumerate(visits):
+        hits.append(_best(visit))
+        for item in _items_of(visit):
+            following = item.next_use(number)
+            if item.held_until is not None:
+                used -= item.nbytes
+            item.held_until = following
+            if following is not None:
+                used += item.nbytes
+                order += 1
+                heapq.heappush(farthest, (-following, order, item))
+        while used > nbytes and farthest:
+            negative, _, item = heapq.heappop(farthest)
+            if item.held_until == -negative:
+                item.held_until = None
+                used -= item.nbytes
+    return hits
+
+
+def _note_uses(visits: Sequence[Visit], kv_nbytes_per_token: float, state_nbytes: float) -> None:
+    """Hang from every node what a cache may hold of it, with the requests that need it."""
     for visit in visits:
         for node in visit.nodes[: visit.num_shared]:
             node.text, node.states = None, {}
@@ -83,28 +107,14 @@ def capacity_hits(visits: Sequence[Visit], *, nbytes: float, kv_nbytes_per_token
             node.text.uses.append(number)
         if shared:
             shared[-1].states.setdefault(visit.hit, _Item(state_nbytes)).uses.append(number)
-    farthest: list[tuple[int, int, _Item]] = []
-    used, order, hits = 0.0, 0, []
-    for number, visit in enumerate(visits):
-        hits.append(_best(visit))
-        for node in visit.nodes:
-            if node.text is None:
-                continue  # nothing ever comes back to it, nor to its states
-            for item in (node.text, *node.states.values()):
-                following = item.next_use(number)
-                if item.held_until is not None:
-                    used -= item.nbytes
-                item.held_until = following
-                if following is not None:
-                    used += item.nbytes
-                    order += 1
-                    heapq.heappush(farthest, (-following, order, item))
-        while used > nbytes and farthest:
-            negative, _, item = heapq.heappop(farthest)
-            if item.held_until == -negative:
-                item.held_until = None
-                used -= item.nbytes
-    return hits
+
+
+def _items_of(visit: Visit) -> Iterator[_Item]:
+    """What a request leaves that anything comes back to."""
+    for node in visit.nodes:
+        if node.text is not None:
+            yield node.text
+            yield from node.states.values()
 
 
 def _best(visit: Visit) -> int:
