@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from hybridserve.engine import load
+from hybridserve.engine import load, scheduler
 from hybridserve.engine.load import LoadControl
+from hybridserve.engine.scheduler import Scheduler
 from hybridserve.replay.oracle import visits_of
 from hybridserve.replay.trace import Segment, TraceRequest
 from tests.test_replay import replay
@@ -73,3 +74,18 @@ def test_who_has_least_to_compute_starts_first_while_memory_thrashes_and_nobody_
             order = [name for name in simulation.ended if name not in ("first", "second")]
     place = order.index("cold")
     assert place == 0 if not thrashes else 10 < place < 80
+
+
+def test_nobody_is_overtaken_more_often_than_allowed_though_many_are_held_back(monkeypatch):
+    """Memory is short, so that the one that was chosen often does not fit and waits in front of those it overtook."""
+    most, start = [], Scheduler._open
+
+    def watched(self, running, match, budget):
+        most.append(running.num_overtaken)
+        return start(self, running, match, budget)
+
+    monkeypatch.setattr(Scheduler, "_open", watched)
+    monkeypatch.setattr(load.LoadControl, "is_limiting", True)
+    monkeypatch.setattr(scheduler, "_MOST_OVERTAKEN", 8)
+    replay(conversations(count=24, turns=6, seed=1), 4e9, num_seqs=64)
+    assert max(most) == 8
