@@ -1,6 +1,6 @@
 """The CPU's operations on the native kernels and on plain torch, beside what the machine could do.
 
-    python -m benchmarks.ops [--threads N] [--only linear] [--rounds 9]
+    python -m benchmarks.ops [--threads N] [--only linear] [--rounds 9] [--json FILE]
 
 Both backends run alternately and the medians are printed, with the floor of each case: the time to read and write its bytes once,
 or to do its arithmetic, whichever is longer, at rates that are measured first. Shapes are those of Qwen3.5-0.8B; of operations
@@ -9,10 +9,12 @@ that it has not, those of GLM-5.3-Flash, Qwen3.8-Flash-Next and Falcon-Mamba-7B.
 
 import argparse
 import itertools
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -194,6 +196,34 @@ def scan_cases() -> Iterator[Case]:
         yield Case(name, "selective_scan", run, 2 * state.nbytes + 10 * x.numel(), 13 * x.numel() * size)
 
 
+def fading_cases() -> Iterator[Case]:
+    """Every recurrence at decays that keep almost all, and that bring states to the denormal numbers: none may cost more."""
+    rows = 512
+    heads, size = 16, 128
+    batch, table, _ = make_batch([rows])
+    q, k, v = (torch.randn(rows, heads, size).to(DTYPE) for _ in range(3))
+    beta, state = torch.rand(rows, heads), torch.zeros(1, heads, size, size)
+    channels, inner = 8192, 16
+    x, dt, A = torch.randn(rows, channels).to(DTYPE), torch.ones(rows, channels), torch.ones(channels, inner)
+    b, c = (torch.randn(rows, inner).to(DTYPE) for _ in range(2))
+    wide = torch.zeros(1, channels, inner)
+    for log_decay in (-0.01, -1.0, -10.0, -60.0, -86.0, -90.0, -95.0, -120.0):
+        name, decays = f"{rows} rows, decay {log_decay:g}", torch.full((rows, heads), log_decay)
+
+        def delta(op: Operation, decays: torch.Tensor = decays) -> object:
+            return op(q, k, v, decays, beta, state, batch, table, scale=size**-0.5, qk_l2norm=True)
+
+        def linear(op: Operation, decays: torch.Tensor = decays) -> object:
+            return op(q, k, v, decays, state, batch, table)
+
+        def selective(op: Operation, log_decay: float = log_decay) -> object:
+            return op(x, dt, A * log_decay, b, c, wide, batch, table)
+
+        yield Case(name, "delta_rule", delta, 2 * state.nbytes, 7 * rows * heads * size * size)
+        yield Case(name, "linear_scan", linear, 2 * state.nbytes, 5 * rows * heads * size * size)
+        yield Case(name, "selective_scan", selective, 2 * wide.nbytes + 10 * x.numel(), 13 * x.numel() * inner)
+
+
 def trailing_cases() -> Iterator[Case]:
     """The raw index keys of an open group of four, as GLM-5.3-Flash keeps them."""
     width, size = 4, 257
@@ -210,7 +240,7 @@ def trailing_cases() -> Iterator[Case]:
 
 CASES = (
     *(linear_cases, head_linear_cases, delta_rule_cases, attention_cases, conv_cases, moe_cases, norm_cases),
-    *(index_cases, selected_cases, scan_cases, trailing_cases),
+    *(index_cases, selected_cases, scan_cases, fading_cases, trailing_cases),
 )
 
 
@@ -234,6 +264,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--only", nargs="+", help="some operations")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "ops.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device("cpu")
@@ -243,11 +274,21 @@ def main() -> None:
     rates = floors.measure()
     print(f"{rates}\nnative: {native.reason}; reference: {plain.reason}\n")
     print(f"{'operation':<20}{'case':<24}{'native ms':>10}{'reference ms':>14}{'floor ms':>10}")
+    rows: list[dict[str, object]] = []
     with torch.inference_mode():
         for case in itertools.chain.from_iterable(cases() for cases in CASES):
             if options.only is None or case.operation in options.only:
                 offered = [ops[case.operation] for ops in (native.ops, plain.ops) if case.operation in ops]
                 times = measure(case, tuple(offered), options.rounds)
+                rows.append(
+                    {
+                        "operation": case.operation,
+                        "case": case.name,
+                        "native_ms": round(times[0] * 1e3, 4) if len(offered) == 2 else None,
+                        "reference_ms": round(times[-1] * 1e3, 4),
+                        "floor_ms": round(case.floor_s(rates) * 1e3, 4),
+                    }
+                )
                 milliseconds = [f"{seconds * 1e3:.3f}" for seconds in (*times, case.floor_s(rates))]
                 if len(offered) == 1:
                     milliseconds.insert(0, "-")
@@ -255,6 +296,9 @@ def main() -> None:
                     f"{case.operation:<20}{case.name:<24}{milliseconds[0]:>10}{milliseconds[1]:>14}{milliseconds[2]:>10}",
                     flush=True,
                 )
+    if options.only is None:
+        found = {"threads": options.threads, "rounds": options.rounds, "rates": str(rates), "native": native.reason, "rows": rows}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

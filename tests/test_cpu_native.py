@@ -462,6 +462,17 @@ def test_loading_leaves_the_processor_s_rounding_alone() -> None:
 
 
 @compiled
+def test_kernels_leave_the_rounding_of_every_thread_as_it_was(threads: Callable[[int], None]) -> None:
+    """Kernels take denormals for zero while they run, in threads that torch has for its own work, too."""
+    threads(2)
+    x, w = random(64, 256), random(512, 256, seed=1)
+    faint = torch.full((1_000_000,), 1e-30)
+    assert (faint * 1e-10 > 0).all()
+    linear_kernel()(x, w, None)
+    assert (faint * 1e-10 > 0).all()
+
+
+@compiled
 def test_caches_of_another_type_are_written_by_the_reference() -> None:
     table = PagedTable(torch.zeros(1, 1, dtype=torch.int32), torch.tensor([3, 0]), 4)
     cache = torch.zeros(1, 4, 2, dtype=torch.float8_e4m3fn)

@@ -70,6 +70,19 @@ def test_selective_scan_is_its_definition(backend: str, situation: str) -> None:
 
 
 @over_backends("selective_scan")
+@pytest.mark.parametrize(("passes", "rows"), [(19, 1), (1, 95)], ids=["decode", "chunks"])
+def test_a_state_that_fades_becomes_zero_and_no_denormal_number(backend: str, passes: int, rows: int) -> None:
+    batch, table = build([Rows(rows, context=64, start=7, writes=((rows - 1, 7),))])
+    x, dt = torch.zeros(rows, INNER), torch.full((rows, INNER), 95.0 / (passes * rows))
+    b = c = torch.ones(rows, SIZE)
+    state = pool_for(table, INNER, SIZE)
+    for _ in range(passes):
+        operation(backend, "selective_scan")(x, dt, -torch.ones(INNER, SIZE), b, c, state, batch, table)
+    assert not ((state[7] != 0) & (state[7].abs() < torch.finfo(torch.float32).tiny)).any()
+    assert (state[7].abs() < 1e-30).all()
+
+
+@over_backends("selective_scan")
 @pytest.mark.parametrize("seed", range(12))
 def test_selective_scan_in_random_situations(backend: str, seed: int) -> None:
     check_scan(backend, random_situation(seed), seed)

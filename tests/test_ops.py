@@ -5,6 +5,7 @@ their own beside this one.
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,6 +78,22 @@ def test_recurrence_under_any_decay(backend: str, kind: str, decays: str) -> Non
     sequences = SITUATIONS["mixed"]
     inputs = recurrence(sum(s.length for s in sequences), decays=decays, **KINDS[kind])
     check_recurrence(backend, kind, inputs, sequences)
+
+
+@over_recurrences
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("passes", "rows"), [(19, 1), (1, 95), (1, 5)], ids=["decode", "chunks", "rows"])
+def test_a_state_that_fades_becomes_zero_and_no_denormal_number(backend: str, kind: str, passes: int, rows: int) -> None:
+    """Denormal numbers cost many processors a hundred times as much as others."""
+    inputs = recurrence(rows, **KINDS[kind])
+    inputs = replace(inputs, v=torch.zeros_like(inputs.v), log_decay=torch.full_like(inputs.log_decay, -95.0 / (passes * rows)))
+    batch, table = build([Rows(rows, context=64, start=7, writes=((rows - 1, 7),))])
+    state = pool_for(table, inputs.v.shape[1], inputs.v.shape[2], inputs.k.shape[2])
+    for _ in range(passes):
+        y = inputs.run(op_of(backend, kind), state, batch, table)
+    for tensor in (state[7], y):
+        assert not ((tensor != 0) & (tensor.abs() < torch.finfo(torch.float32).tiny)).any()
+    assert (state[7].abs() < 1e-30).all()
 
 
 @over_recurrences

@@ -328,14 +328,19 @@ template <class T> void attend_split(const Attention &a, const std::vector<Tile>
         }
     int64_t num_pieces = int64_t(pieces.size());
     float *memory = shared.floats(offset);
-#pragma omp parallel for schedule(dynamic) num_threads(a.threads)
-    for (int64_t i = 0; i < num_pieces; i++) {
+#pragma omp parallel num_threads(a.threads)
+    {
+        FlushDenormals flush;
         static thread_local Scratch scratch;
         Workspace w(scratch, a);
-        const Tile &tile = *pieces[i].tile;
-        XRows x = load_queries<T>(a, tile, w.x);
-        attend_segment<T>(a, tile, x, pieces[i].segment, w, Partial::at(memory + pieces[i].offset, tile.count));
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < num_pieces; i++) {
+            const Tile &tile = *pieces[i].tile;
+            XRows x = load_queries<T>(a, tile, w.x);
+            attend_segment<T>(a, tile, x, pieces[i].segment, w, Partial::at(memory + pieces[i].offset, tile.count));
+        }
     }
+    FlushDenormals flush;
     auto piece = pieces.begin();
     for (const Tile &tile : tiles) {
         Partial merged = Partial::at(memory + piece++->offset, tile.count);
@@ -354,6 +359,7 @@ template <class T> void attend(const Attention &a, const std::vector<Tile> &tile
         return attend_split<T>(a, tiles);
 #pragma omp parallel num_threads(a.threads) if (shared)
     {
+        FlushDenormals flush;
         static thread_local Scratch scratch;
         Workspace w(scratch, a);
 #pragma omp for schedule(dynamic)

@@ -123,6 +123,7 @@ void run(const Convolution &c, const StateTable &table) {
     bool many = slots.sequences.back().end * c.channels * c.width > 16384;
 #pragma omp parallel num_threads(c.threads) if (c.threads > 1 && many)
     {
+        FlushDenormals flush;
         static thread_local Scratch scratch;
         float *memory = scratch.floats((c.width + CHUNK) * size);
 #pragma omp for schedule(static)

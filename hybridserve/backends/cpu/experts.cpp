@@ -151,6 +151,7 @@ template <class X, class W> void run_rows(const Experts &e, int64_t first_row, i
     s.each = s.hidden + pairs * s.hidden_stride;
 #pragma omp parallel num_threads(e.threads) if (e.threads > 1 && pairs * e.size * e.inner > 65536)
     {
+        FlushDenormals flush;
         static thread_local Scratch scratch;
         float *panel = scratch.floats(PANEL_SIZE + longest * PANEL_W), *sums = panel + PANEL_SIZE;
 #pragma omp for schedule(static)

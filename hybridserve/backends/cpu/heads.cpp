@@ -70,9 +70,12 @@ extern "C" void hs_head_linear(const void *x, int32_t x_is_bf16, int64_t x_row, 
                                int32_t threads) {
     Problem p{{x, x_is_bf16 != 0}, {w, w_is_bf16 != 0}, x_row, x_head, w_head, w_input, out, out_is_bf16 != 0, rows, heads, outputs, inputs};
     int64_t panels = (outputs + PANEL - 1) / PANEL;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && rows * heads * outputs * inputs > 65536)
-    for (int64_t item = 0; item < heads * panels; item++) {
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows * heads * outputs * inputs > 65536)
+    {
+        FlushDenormals flush;
         static thread_local Scratch scratch;
-        multiply_panel(p, item / panels, item % panels * PANEL, scratch);
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < heads * panels; item++)
+            multiply_panel(p, item / panels, item % panels * PANEL, scratch);
     }
 }

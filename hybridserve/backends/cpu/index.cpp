@@ -122,6 +122,7 @@ template <class T> void select(const Index &a) {
         most = larger(most, row.num_entries);
 #pragma omp parallel num_threads(a.threads) if (a.threads > 1 && most > a.num_selected)
     {
+        FlushDenormals flush;
         static thread_local Scratch scratch;
         Workspace w(scratch, a, most);
 #pragma omp for schedule(dynamic)

@@ -51,20 +51,20 @@ template <class X, class W> void multiply_panel(const Problem &p, const XRows &x
 }
 
 template <class X, class W> void linear(const Problem &p) {
-    static thread_local Scratch x_scratch, scratch;
+    static thread_local Scratch x_scratch;
     int64_t stride = x_stride_for(p.k), panels = (p.n + PANEL_W - 1) / PANEL_W;
     float *memory = x_scratch.floats(smaller(ROW_BLOCK, p.rows) * stride);
     for (int64_t first = 0; first < p.rows; first += ROW_BLOCK) {
         XRows x{memory, stride, smaller(ROW_BLOCK, p.rows - first)};
         widen<X, W>(p, first, x, memory);
-        if (p.threads == 1 || p.n * p.k * x.count <= 65536) {
+#pragma omp parallel num_threads(p.threads) if (p.threads > 1 && p.n * p.k * x.count > 65536)
+        {
+            FlushDenormals flush;
+            static thread_local Scratch scratch;
+#pragma omp for schedule(dynamic)
             for (int64_t i = 0; i < panels; i++)
                 multiply_panel<X, W>(p, x, first, i, scratch);
-            continue;
         }
-#pragma omp parallel for num_threads(p.threads) schedule(dynamic)
-        for (int64_t i = 0; i < panels; i++)
-            multiply_panel<X, W>(p, x, first, i, scratch);
     }
 }
 

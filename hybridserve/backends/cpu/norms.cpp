@@ -31,6 +31,7 @@ extern "C" void hs_rms_norm(const void *x, int32_t x_is_bf16, int64_t outer_stri
     elements factor{weight, weight_is_bf16 != 0};
 #pragma omp parallel num_threads(threads) if (threads > 1 && outer * inner * size > 65536)
     {
+        FlushDenormals flush;
         static thread_local Scratch scratch;
         float *wide = scratch.floats(size + LANES);
 #pragma omp for schedule(static)
@@ -61,6 +62,7 @@ extern "C" void hs_gated_rms_norm(const void *x, int32_t x_is_bf16, int64_t x_ou
     elements factor{weight, weight_is_bf16 != 0};
 #pragma omp parallel num_threads(threads) if (threads > 1 && outer * inner * size > 32768)
     {
+        FlushDenormals flush;
         static thread_local Scratch scratch;
         float *wide = scratch.floats(2 * (group + LANES)), *open = wide + round_up(group, LANES);
 #pragma omp for schedule(static)

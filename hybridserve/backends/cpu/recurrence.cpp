@@ -265,6 +265,7 @@ void run(const Recurrence &r, const StateTable &table) {
     int64_t blocks = (r.value_size + block - 1) / block;
 #pragma omp parallel num_threads(r.threads) if (r.threads > 1)
     {
+        FlushDenormals flush;
         static thread_local Scratch scratch;
         Workspace workspace(scratch, r, block);
 #pragma omp for schedule(dynamic)

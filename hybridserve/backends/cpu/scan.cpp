@@ -139,6 +139,7 @@ extern "C" void hs_selective_scan(const void *x, int32_t x_is_bf16, int64_t x_ro
     int64_t blocks = (channels + BLOCK - 1) / BLOCK;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
+        FlushDenormals flush;
         static thread_local Scratch scratch;
         Workspace w(scratch, size);
 #pragma omp for schedule(dynamic)

@@ -13,6 +13,9 @@ from torch import Tensor
 
 #: Below it a factor is 0 in fp32 anyway; keeps sums finite when a layer gives -inf to forget everything.
 MIN_LOG_DECAY = -200.0
+#: A state that fades ends in denormal numbers, which cost many processors a hundred times as much as others. What is smaller than this
+#: is set to zero before it gets there: products with numbers of ordinary size are then normal, and no fp32 sum shows the difference.
+NEGLIGIBLE = 2.0**-100
 #: Rows of the parts in which per-channel decays are compared pair by pair.
 PART = 16
 
@@ -23,8 +26,13 @@ def summed(log_decay: Tensor) -> Tensor:
 
 
 def factor(log_factor: Tensor) -> Tensor:
-    """exp in fp32 of a difference of sums, which is at most 0. Any shape."""
-    return log_factor.float().exp()
+    """exp in fp32 of a difference of sums, which is at most 0; zero where negligible. Any shape."""
+    return drop_negligible(log_factor.float().exp())
+
+
+def drop_negligible(x: Tensor) -> Tensor:
+    """Zero what is smaller than NEGLIGIBLE, in place; NaN stays. Any shape, fp32. Returns x."""
+    return torch.hardshrink(x, NEGLIGIBLE, out=x)
 
 
 def pair_scores(lefts: Sequence[Tensor], k: Tensor, sums: Tensor) -> list[Tensor]:

@@ -95,7 +95,7 @@ def _state_after(offset: int, states: Tensor, u: Tensor, k: Tensor, sums: Tensor
     done = slice(0, offset + 1)
     here = sums[..., offset : offset + 1, :]
     faded = k[..., done, :] * decay.factor(here - sums[..., done, :])
-    return states * decay.factor(here) + u[..., done, :].mT @ faded
+    return decay.drop_negligible(states * decay.factor(here) + u[..., done, :].mT @ faded)
 
 
 def prepare(inputs: Inputs) -> Chunks:
@@ -116,11 +116,11 @@ def prepare(inputs: Inputs) -> Chunks:
 
 def step(inputs: Inputs, states: Tensor) -> Tensor:
     """One row of each sequence. inputs: [n, H, *]; states: [n, H, V, K] fp32, in place. Returns y: [n, H, V]."""
-    states *= inputs.log_decay.exp().unsqueeze(-2)
+    states *= decay.factor(inputs.log_decay).unsqueeze(-2)
     u = inputs.v
     if inputs.beta is not None:
         u = inputs.beta * (u - _apply(states, inputs.k))
-    states.addcmul_(u.unsqueeze(-1), inputs.k.unsqueeze(-2))
+    decay.drop_negligible(states.addcmul_(u.unsqueeze(-1), inputs.k.unsqueeze(-2)))
     return _apply(states, inputs.q)
 
 
@@ -136,7 +136,7 @@ def scan(inputs: Inputs, pool: Tensor, batch: Batch, table: StateTable) -> Tenso
     if batch.max_rows == 1:
         y = step(inputs, states)
         write_states(pool, table, states[table.write_rows])
-        return y
+        return decay.drop_negligible(y)
     kept = torch.empty(len(table.write_rows_host), *pool.shape[1:], dtype=torch.float32, device=pool.device)
     # One row more than the batch has: the outputs of padding go there.
     y = torch.empty(len(inputs.v) + 1, *inputs.v.shape[1:], dtype=torch.float32, device=pool.device)
@@ -150,7 +150,7 @@ def scan(inputs: Inputs, pool: Tensor, batch: Batch, table: StateTable) -> Tenso
         grid = grid_of(batch, table, long, chunk=CHUNK)
         _run_chunks(inputs, grid, states[grid.sequences], kept, y)
     write_states(pool, table, kept)
-    return y[:-1]
+    return decay.drop_negligible(y[:-1])
 
 
 def _run_rows(inputs: Inputs, grid: Grid, states: Tensor, kept: Tensor, y: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridserve.backends.reference.chunk_grid import Rank, grid_of
+from hybridserve.backends.reference.decay import drop_negligible
 from hybridserve.backends.reference.slots import start_states, write_states
 from hybridserve.batch import Batch, StateTable
 
@@ -39,7 +40,7 @@ def selective_scan(
             if padding is not None:
                 step.masked_fill_(padding[here, :, None], 0)  # a step of no length changes no state
             trail = _trail(step, step * x[inside], A, b[inside], states[here])
-            states[here] = trail[:, -1]
+            states[here] = drop_negligible(trail[:, -1])
             _keep_inner(rank, here, trail, kept)
             y[rows[here]] = (trail @ c[inside].unsqueeze(-1)).squeeze(-1)
         kept[rank.end_writes] = states[rank.end_sequences]
@@ -52,7 +53,7 @@ def _trail(dt: Tensor, u: Tensor, A: Tensor, b: Tensor, states: Tensor) -> Tenso
 
     Returns [n, R, C, N].
     """
-    decay = (dt.unsqueeze(-1) * A).exp_()
+    decay = drop_negligible((dt.unsqueeze(-1) * A).exp_())
     trail = u.unsqueeze(-1) * b.unsqueeze(-2)
     for row in range(dt.shape[1]):
         states = trail[:, row].addcmul_(states, decay[:, row])
