@@ -7,14 +7,15 @@ object; unknown keys fail.
 
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from hybridserve.errors import UsageError
+from hybridserve.errors import MissingDependencyError, UsageError
 
 ENV_PREFIX = "HYBRIDSERVE_"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -99,9 +100,28 @@ def read_environment(known: set[str], environ: Mapping[str, str] = os.environ) -
 
 
 def user_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where this user's files that can be made again belong: `$XDG_CACHE_HOME/hybridserve`, else `~/.cache/hybridserve`."""
-    base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "hybridserve"
+    """Where this user's files that can be made again belong: `$XDG_CACHE_HOME/hybridserve`, else `~/.cache/hybridserve`.
+
+    Raises MissingDependencyError where there is neither.
+    """
+    base = environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a path that is not absolute is to be ignored.
+    if os.path.isabs(base):
+        return Path(base) / "hybridserve"
+    try:
+        return Path.home() / ".cache" / "hybridserve"
+    except RuntimeError as error:
+        raise MissingDependencyError(f"no cache folder: {error}; set XDG_CACHE_HOME or HOME to an absolute path") from error
+
+
+def let_idle_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> bool:
+    """Have OpenMP's threads sleep while they wait, unless the user has decided: those that spin slow everything else down.
+
+    Returns whether that has an effect: the runtime reads its policy when torch is first imported.
+    """
+    is_decided = "OMP_WAIT_POLICY" in environ
+    environ.setdefault("OMP_WAIT_POLICY", "passive")
+    return is_decided or "torch" not in sys.modules
 
 
 def read_file(path: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridserve.backends.activations import ACTIVATIONS
 from hybridserve.backends.cpu import offer
-from hybridserve.backends.cpu.build import library_path
+from hybridserve.backends.cpu.build import built_library, library_path
 from hybridserve.backends.cpu.experts import NativeMoe
 from hybridserve.backends.cpu.heads import NativeHeadLinear
 from hybridserve.backends.cpu.library import Library
@@ -380,11 +380,15 @@ def fake_compiler(folder: Path, on_compile: str) -> str:
     return str(path)
 
 
+#: What a fake compiler does when it is to compile or to link.
+BUILD = 'while [ "$1" != -o ]; do shift; done; echo built > "$2"'
+
+
 def test_a_library_is_compiled_once_and_published_whole(tmp_path: Path) -> None:
     compiler = fake_compiler(tmp_path, f'echo x >> {tmp_path}/log; while [ "$1" != -o ]; do shift; done; echo built > "$2"')
     folder = tmp_path / "cache"
     path = library_path(folder, compiler)
-    assert path.read_text() == "built\n"
+    assert path.read_bytes().startswith(b"built\n")
     runs = (tmp_path / "log").read_text()
     assert library_path(folder, compiler) == path
     assert (tmp_path / "log").read_text() == runs
@@ -393,12 +397,11 @@ def test_a_library_is_compiled_once_and_published_whole(tmp_path: Path) -> None:
 
 
 def test_another_compiler_has_another_library(tmp_path: Path) -> None:
-    build = 'while [ "$1" != -o ]; do shift; done; echo built > "$2"'
     (tmp_path / "other").mkdir()
-    other = fake_compiler(tmp_path / "other", build)
+    other = fake_compiler(tmp_path / "other", BUILD)
     Path(other).write_text(Path(other).read_text().replace("FAKE", "NEWER"))
     folder = tmp_path / "cache"
-    assert library_path(folder, fake_compiler(tmp_path, build)) != library_path(folder, other)
+    assert library_path(folder, fake_compiler(tmp_path, BUILD)) != library_path(folder, other)
 
 
 def test_a_failing_compiler_is_a_refusal_with_its_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,17 +423,83 @@ def test_a_missing_compiler_is_a_refusal(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_library_that_cannot_be_loaded_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = offer(CPU, torch.float32, fake_compiler(tmp_path, 'while [ "$1" != -o ]; do shift; done; echo broken > "$2"'))
+    found = offer(CPU, torch.float32, fake_compiler(tmp_path, BUILD))
     assert not found.ops
     assert "cannot be loaded" in found.reason
 
 
-def test_a_folder_that_others_may_write_is_not_trusted(tmp_path: Path) -> None:
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    folder.chmod(0o777)
-    with pytest.raises(MissingDependencyError, match="writable by others"):
-        library_path(folder, fake_compiler(tmp_path, "exit 0"))
+@pytest.mark.parametrize("built", [False, True], ids=["to be built", "built"])
+@pytest.mark.parametrize("place", ["base", "base/cache", "the library"])
+def test_code_is_not_loaded_from_where_others_may_write(tmp_path: Path, place: str, built: bool) -> None:
+    compiler, folder = fake_compiler(tmp_path, BUILD), tmp_path / "base" / "cache"
+    folder.mkdir(parents=True)
+    path = library_path(folder, compiler)
+    if not built and place != "the library":
+        path.unlink()
+    (path if place == "the library" else tmp_path / place).chmod(0o777)
+    for find in (library_path, built_library):
+        with pytest.raises(MissingDependencyError, match=r"writable by others.*chmod go-w"):
+            find(folder, compiler)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize("place", ["base", "base/cache", "the library", "a link"])
+def test_code_is_not_loaded_from_what_belongs_to_others(tmp_path: Path, place: str) -> None:
+    compiler, folder = fake_compiler(tmp_path, BUILD), tmp_path / "base" / "cache"
+    path = library_path(folder, compiler)
+    if place == "a link":
+        path = path.rename(tmp_path / "elsewhere")
+        (folder / library_path(tmp_path / "other", compiler).name).symlink_to(path)
+    os.chown(path if place in ("the library", "a link") else tmp_path / place, 12345, -1)
+    with pytest.raises(MissingDependencyError, match="belongs to user 12345"):
+        library_path(folder, compiler)
+
+
+def test_a_folder_where_only_owners_may_rename_is_as_good_as_one_s_own(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    assert library_path(tmp_path / "cache", fake_compiler(tmp_path, BUILD)).exists()
+
+
+@pytest.mark.parametrize("kept", [0, 3, 40])
+def test_a_library_that_was_cut_off_is_built_again(tmp_path: Path, kept: int) -> None:
+    """To map one into the process would be its end, without an error to catch."""
+    compiler, folder = fake_compiler(tmp_path, BUILD), tmp_path / "cache"
+    path = library_path(folder, compiler)
+    whole = path.read_bytes()
+    path.write_bytes((whole + bytes(40))[:kept])
+    assert built_library(folder, compiler) is None
+    assert library_path(folder, compiler).read_bytes() == whole
+
+
+def test_a_library_without_our_functions_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    other = 'while [ "$1" != -o ]; do shift; done; cp "$(ls /lib/*/libm.so.6 /lib64/libm.so.6 2>/dev/null | head -n 1)" "$2"'
+    found = offer(CPU, torch.float32, fake_compiler(tmp_path, other))
+    assert not found.ops
+    assert "lack hs_linear" in found.reason
+
+
+def test_a_compiler_that_writes_nothing_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = offer(CPU, torch.float32, fake_compiler(tmp_path, "exit 0"))
+    assert not found.ops
+    assert "wrote no library" in found.reason
+
+
+def test_a_user_without_a_home_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    found = offer(CPU, torch.float32)
+    assert not found.ops
+    assert "set XDG_CACHE_HOME or HOME" in found.reason
+
+
+def test_a_cache_folder_that_is_not_absolute_is_ignored(tmp_path: Path) -> None:
+    home = user_cache_folder({"XDG_CACHE_HOME": "relative/cache"})
+    assert home.is_absolute()
+    assert home == user_cache_folder({})
+    assert user_cache_folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "hybridserve"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hybridserve import __version__
+from hybridserve.config import let_idle_threads_sleep
 from hybridserve.errors import HybridServeError
 
 #: Subcommand -> (help, module). A module has `add_arguments(parser)` and `run(arguments) -> exit code`.
@@ -37,8 +38,7 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code: 0, or that of the error (see `hybridserve.errors`)."""
-    # Read when torch is first imported: threads that spin while they wait make everything else on the machine slow.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    let_idle_threads_sleep()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] not in COMMANDS:
         return _without_command(arguments)

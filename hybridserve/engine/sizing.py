@@ -5,13 +5,13 @@ Owns the choice of the device, the bytes given to caches, the longest context th
 and by `check/`.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hybridserve.config import EngineSettings
+from hybridserve.engine.host_memory import available_nbytes
 from hybridserve.engine.messages import GroupInfo
 from hybridserve.errors import DoesNotFitError, UsageError
 from hybridserve.kv.arena import CachePlan, plan_cache
@@ -50,10 +50,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def free_nbytes(device: torch.device) -> int:
-    """Bytes that nobody uses on a device now."""
+    """Bytes that this process can still take on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available_nbytes()
 
 
 def size_cache(settings: EngineSettings, specs: Sequence[Mapping[str, Spec]], max_positions: int, free: int) -> Sizing:

@@ -64,6 +64,9 @@ class Library:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
             raise MissingDependencyError(f"the native kernels cannot be loaded: {error}; delete {path}") from error
+        missing = [name for name in _SIGNATURES if not hasattr(self._library, name)]
+        if missing:
+            raise MissingDependencyError(f"the native kernels lack {', '.join(missing)}; delete {path}")
 
     def kernel(self, name: str) -> Kernel:
         """The C function of that name, ready to be called with plain integers, floats and data pointers."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 #: Below it a factor is 0 in fp32 anyway; keeps sums finite when a layer gives -inf to forget everything.
 MIN_LOG_DECAY = -200.0
-#: A state that fades ends in denormal numbers, which cost many processors a hundred times as much as others. What is smaller than this
-#: is set to zero before it gets there: products with numbers of ordinary size are then normal, and no fp32 sum shows the difference.
+#: A state that fades ends in denormal numbers, which cost many processors a hundred times as much as others. What is smaller
+#: than this is set to zero before: its products with numbers of ordinary size are normal, and no fp32 sum shows the difference.
 NEGLIGIBLE = 2.0**-100
 #: Rows of the parts in which per-channel decays are compared pair by pair.
 PART = 16
