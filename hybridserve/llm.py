@@ -170,6 +170,8 @@ class LLM:
     def _ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
+            raise RequestError(f"a prompt is {prompt!r:.100}; give text, or {{'prompt_token_ids': [...]}}", param="prompts")
         return None, list(prompt["prompt_token_ids"])
 
     def _run(self, jobs: "Sequence[_Job]") -> list[GenerationResult]:

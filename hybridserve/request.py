@@ -4,6 +4,7 @@ Owns the messages that cross the process border (msgspec Structs, never pickle) 
 Must not know pools, models or HTTP. Built by `server/` and `llm.py`, read by `engine/`.
 """
 
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -64,6 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     spaces_between_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        self._read_lists()
         for name, (low, high) in LIMITS.items():
             value = getattr(self, name)
             if value is None:
@@ -80,6 +82,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         self._check_lists()
 
+    def _read_lists(self) -> None:
+        """Take lists as callers write them: None for an empty one, one string for a list of it, any sequence."""
+        bias: object = self.logit_bias
+        given: dict[str, object] = {"stop": self.stop, "stop_token_ids": self.stop_token_ids}
+        for name, value in given.items():
+            if isinstance(value, str) and name == "stop":
+                value = (value,)
+            if value is not None and not isinstance(value, list | tuple):
+                raise RequestError(f"{name} is {value!r:.100}; it must be a list", param=name)
+            msgspec.structs.force_setattr(self, name, tuple(value or ()))
+        if bias is not None and not isinstance(bias, Mapping):
+            raise RequestError(f"logit_bias is {bias!r:.100}; it must map token ids to numbers", param="logit_bias")
+        msgspec.structs.force_setattr(self, "logit_bias", dict(bias or {}))
+
     def _check_lists(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS}, in a list", param="stop")
@@ -93,7 +109,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias")
         for bias in self.logit_bias.values():
-            if not -100.0 <= bias <= 100.0:
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100.0 <= bias <= 100.0:
                 raise RequestError(f"a logit_bias is {bias!r}; it must be from -100 to 100", param="logit_bias")
 
     @property

@@ -16,13 +16,14 @@ import httpx
 import msgspec
 import pytest
 
+import hybridserve as package
 from hybridserve.cli import COMMANDS, main
 from hybridserve.cli.bench_serve import percentile
 from hybridserve.cli.flags import Sources, add_config, add_settings, changed
 from hybridserve.cli.folder import name_of, text_folder
 from hybridserve.cli.progress import loading_bar
 from hybridserve.cli.report import describe, nbytes
-from hybridserve.config import EngineSettings, ServerSettings
+from hybridserve.config import EngineSettings, ServerSettings, let_idle_threads_sleep
 from hybridserve.errors import UsageError
 from tests.fake_engine import make_info
 
@@ -373,3 +374,19 @@ def test_a_folder_that_does_not_exist_is_one_line() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") or "\nerror: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "is_torch_there", "has_effect", "after"),
+    [({}, False, True, "passive"), ({}, True, False, "passive"), ({"OMP_WAIT_POLICY": "active"}, True, True, "active")],
+)
+def test_idle_threads_sleep_unless_the_user_wants_otherwise(monkeypatch, before, is_torch_there, has_effect, after):
+    environ = dict(before)
+    if not is_torch_there:
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert let_idle_threads_sleep(environ) is has_effect
+    assert environ["OMP_WAIT_POLICY"] == after
+
+
+def test_the_package_lists_what_it_offers():
+    assert set(package.__all__) <= set(dir(package))

@@ -148,6 +148,12 @@ def test_bad_logits_fail_their_row_alone(bad):
         ("stop", ("",)),
         ("stop", tuple("abcdefghijklmnopqrs")),
         ("top_k", True),
+        ("stop", 24),
+        ("stop", {"24"}),
+        ("stop_token_ids", "24"),
+        ("stop_token_ids", 24),
+        ("logit_bias", [1, 2]),
+        ("logit_bias", {1: "2"}),
     ],
 )
 def test_parameters_out_of_bounds_are_refused_by_name(field, value):
@@ -155,3 +161,17 @@ def test_parameters_out_of_bounds_are_refused_by_name(field, value):
         SamplingParams(**{field: value})
     assert caught.value.param == field
     assert field.split("_")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"stop": "24"}, {"stop": ("24",)}),
+        ({"stop": ["2", "4"]}, {"stop": ("2", "4")}),
+        ({"stop": None, "stop_token_ids": None, "logit_bias": None}, {"stop": (), "stop_token_ids": (), "logit_bias": {}}),
+        ({"stop_token_ids": [2, 4]}, {"stop_token_ids": (2, 4)}),
+    ],
+)
+def test_lists_are_read_as_callers_write_them(given, read):
+    params = SamplingParams(**given)
+    assert {name: getattr(params, name) for name in read} == read
