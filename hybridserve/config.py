@@ -61,7 +61,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     host: Annotated[str, about("address to listen on")] = "127.0.0.1"
     port: Annotated[Annotated[int, Meta(ge=0, le=65535)], about("port to listen on; 0 takes a free one")] = 8000
-    served_model_name: Annotated[str | None, about("name that clients use; default: the model argument")] = None
+    served_model_name: Annotated[
+        tuple[str, ...], about("name that clients use, instead of the model's own; the first is answered with; repeatable")
+    ] = ()
     api_key: Annotated[tuple[str, ...], about("a key that clients must send; repeatable")] = ()
     allow_open_bind: Annotated[bool, about("listen beyond loopback without a key")] = False
     allowed_origins: Annotated[tuple[str, ...], about("origins that browsers may call from; repeatable; default: none")] = ()

@@ -20,7 +20,7 @@ import hybridserve as package
 from hybridserve.cli import COMMANDS, main
 from hybridserve.cli.bench_serve import percentile
 from hybridserve.cli.flags import Sources, add_config, add_settings, changed
-from hybridserve.cli.folder import name_of, text_folder
+from hybridserve.cli.folder import names_of, text_folder
 from hybridserve.cli.progress import loading_bar
 from hybridserve.cli.report import describe, nbytes
 from hybridserve.config import EngineSettings, ServerSettings, let_idle_threads_sleep
@@ -150,9 +150,11 @@ def test_loading_is_told_once_a_stage_in_a_log(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_models_name_tells_no_path(tmp_path: Path) -> None:
-    assert name_of(str(tmp_path), None) == tmp_path.name
-    assert name_of("owner/name", None) == "owner/name"
-    assert name_of(str(tmp_path), "mine") == "mine"
+    name, aliases = names_of(f"{tmp_path}/", ())
+    assert name == tmp_path.name
+    assert set(aliases) == {str(tmp_path), f"{tmp_path}/"}
+    assert names_of("owner/name", ()) == ("owner/name", ())
+    assert names_of(str(tmp_path), ("mine", "old")) == ("mine", ("old",))
     assert text_folder(str(tmp_path)) == tmp_path
     (tmp_path / "config.json").write_text("{}")
     assert text_folder(str(tmp_path / "config.json")) == tmp_path

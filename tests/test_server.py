@@ -67,7 +67,7 @@ class Running:
 @contextmanager
 def serving(respond: Respond = say_text, *, max_model_len: int = 256, **options: object) -> Iterator[Running]:
     """Serve on a free port from a thread; checks at the end that no request was left open."""
-    defaults = options.pop("sampling_defaults", {})
+    defaults, aliases = options.pop("sampling_defaults", {}), options.pop("aliases", ())
     settings = ServerSettings(**options)
     engine = FakeEngine(make_info(TOKENIZER.vocab_size, max_model_len), respond)
     lifecycle = Lifecycle()
@@ -76,6 +76,7 @@ def serving(respond: Respond = say_text, *, max_model_len: int = 256, **options:
         TOKENIZER,
         settings,
         "fake",
+        aliases=aliases,
         template=ChatTemplate(CHATML, special_tokens=TOKENIZER.special_tokens),
         sampling_defaults=defaults,
         lifecycle=lifecycle,
@@ -508,6 +509,17 @@ def test_a_body_over_the_limit_is_a_413() -> None:
         chunked = running.http.post("/v1/completions", content=pieces())
         assert chunked.status_code == 413
         assert set(chunked.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_model_answers_to_all_of_its_names_and_tells_no_path() -> None:
+    names = ("fake", "old")
+    with serving(served_model_name=names, aliases=(*names[1:], "/models/fake")) as running:
+        assert [model.id for model in running.client.models.list().data] == ["fake", "old"]
+        for name in ("fake", "old", "/models/fake"):
+            assert running.client.chat.completions.create(model=name, messages=CHAT).model == "fake"
+        with pytest.raises(openai.NotFoundError, match="'fake'") as caught:
+            running.client.chat.completions.create(model="/models/other", messages=CHAT)
+        assert "/models/fake" not in str(caught.value)
 
 
 # Keys, origins, ids.

@@ -198,6 +198,7 @@ async def _load(engine: EngineSettings) -> "tuple[Service, dict[str, float | int
         template=template,
         settings=ServerSettings(),
         model_name=engine.model,
+        aliases=(),
         sampling_defaults=defaults,
         is_caching_prefixes=engine.enable_prefix_caching,
         workers=Workers(),

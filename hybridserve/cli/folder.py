@@ -4,6 +4,7 @@ Owns those two for the commands. Must not import `models/`: that brings in torch
 can do without.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from hybridserve.origin import find
@@ -15,9 +16,16 @@ def text_folder(source: str) -> Path:
     return path.parent if path.is_file() else path
 
 
-def name_of(model: str, served_name: str | None) -> str:
-    """The name that clients use: as told, else a repo id or the last part of a path, which may tell no more than that."""
-    if served_name is not None:
-        return served_name
+def names_of(model: str, served_names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The name that answers carry, and others that requests may give for it.
+
+    Names as told, and then only those; else a repo id or the last part of a path. The path itself, as given and in full, is taken
+    from clients that know it, and told to none.
+    """
+    if served_names:
+        return served_names[0], tuple(served_names[1:])
     path = Path(model).expanduser()
-    return path.resolve().name if path.exists() else model
+    if not path.exists():
+        return model, ()
+    full = path.resolve()
+    return full.name, tuple(sorted({model, str(path), str(full)} - {full.name}))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from hybridserve import __version__
 from hybridserve.cli.flags import Sources, add_config, add_settings, changed
-from hybridserve.cli.folder import name_of, text_folder
+from hybridserve.cli.folder import names_of, text_folder
 from hybridserve.cli.progress import loading_bar
 from hybridserve.cli.report import describe
 from hybridserve.config import EngineSettings, ServerSettings
@@ -99,12 +99,14 @@ class Parts:
         from hybridserve.server.app import create_app
 
         assert self._reading is not None, "the engine was started first"
+        name, aliases = names_of(self._engine.model, self._server.served_model_name)
         tokenizer, template, defaults = self._reading.result()
         return create_app(
             client,
             tokenizer,
             self._server,
-            name_of(self._engine.model, self._server.served_model_name),
+            name,
+            aliases=aliases,
             template=template,
             sampling_defaults=defaults.items(),
             is_caching_prefixes=self._engine.enable_prefix_caching,
@@ -115,7 +117,8 @@ class Parts:
         for line in describe(client.info):
             log.info("%s", line)
         key = "a key is needed" if self._server.api_key else "no key is needed"
-        log.info("ready: %s as %r, %s", address, name_of(self._engine.model, self._server.served_model_name), key)
+        name, _ = names_of(self._engine.model, self._server.served_model_name)
+        log.info("ready: %s as %r, %s", address, name, key)
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -4,7 +4,7 @@ Owns the list of routes. Must not know how any is answered. Called by `run.py` a
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -43,6 +43,7 @@ def create_app(
     settings: ServerSettings,
     model_name: str,
     *,
+    aliases: Sequence[str] = (),
     template: ChatTemplate | None = None,
     sampling_defaults: Mapping[str, float | int] | None = None,
     is_caching_prefixes: bool = True,
@@ -50,7 +51,8 @@ def create_app(
 ) -> FastAPI:
     """The application that serves one engine. Its port should be bound only once the engine is ready.
 
-    `sampling_defaults` are the model's own (generation_config.json). `lifecycle` is shared with whoever drains the server.
+    `aliases` are other names that requests may give for the model; `sampling_defaults` are the model's own
+    (generation_config.json). `lifecycle` is shared with whoever drains the server.
     """
     metrics = Metrics(model_name, client.info)
     service = Service(
@@ -59,6 +61,7 @@ def create_app(
         template=template,
         settings=settings,
         model_name=model_name,
+        aliases=tuple(aliases),
         sampling_defaults=dict(sampling_defaults or {}),
         is_caching_prefixes=is_caching_prefixes,
         workers=Workers(),

@@ -25,6 +25,7 @@ class Service:
     template: ChatTemplate | None
     settings: ServerSettings
     model_name: str
+    aliases: tuple[str, ...]
     sampling_defaults: Mapping[str, float | int]
     is_caching_prefixes: bool
     workers: Workers
@@ -34,7 +35,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raise NotFoundError when a request names another model."""
-        if name is not None and name != self.model_name:
+        if name is not None and name not in (self.model_name, *self.aliases):
             raise NotFoundError(
                 f"the model {name[:128]!r} does not exist here; this server has {self.model_name!r}",
                 param="model",

@@ -30,13 +30,14 @@ class StatusRoutes:
         self._version = importlib.metadata.version("hybridserve")
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """`GET /v1/models`."""
-        await send_json(msgspec.json.encode({"object": "list", "data": [self._card()]}), send)
+        """`GET /v1/models`: the names that the server was told to have, without paths."""
+        names = (self._service.model_name, *self._service.settings.served_model_name[1:])
+        await send_json(msgspec.json.encode({"object": "list", "data": [self._card(name) for name in names]}), send)
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`GET /v1/models/{id}`."""
         self._service.check_model(scope["path_params"]["model_id"])
-        await send_json(msgspec.json.encode(self._card()), send)
+        await send_json(msgspec.json.encode(self._card(self._service.model_name)), send)
 
     async def limits(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`GET /v1/limits`: every bound of a request, how memory is divided, and the features that are off with the reason."""
@@ -100,10 +101,10 @@ class StatusRoutes:
         except (HybridServeError, TimeoutError):
             return None
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         info = self._service.client.info
         return {
-            "id": self._service.model_name,
+            "id": name,
             "object": "model",
             "created": self._service.created,
             "owned_by": "hybridserve",
