@@ -22,6 +22,7 @@ FLOORS = [
     {"server"},
     {"llm"},
     {"cli"},
+    {"__main__"},
 ]
 #: The package root offers names from anywhere, lazily; it is on no floor.
 ROOT_MODULE = ""

@@ -153,7 +153,7 @@ def test_limits_of_a_server_use_the_names_of_the_report(check) -> None:
     limits = asyncio.run(ask())
     _, report = check("demo")
     assert set(limits["memory"]) <= set(report["memory"])
-    assert set(report["memory"]) - set(limits["memory"]) == {"memory_nbytes", "host_nbytes"}
+    assert set(report["memory"]) - set(limits["memory"]) == {"memory_nbytes", "host_nbytes", "memory_users_at"}
     assert limits["memory"]["cache_nbytes"] == 32 * 2**16
     assert limits["backends"] == {"attention": "reference: a fake"}
 
@@ -189,6 +189,113 @@ def test_a_device_that_is_not_here_is_planned_for(device: str, code: int, tmp_pa
     if code:
         assert "weights" in only(report, "FAIL")["detail"]
         assert report["memory"]["num_superpages"] == 0
+
+
+def test_P12_nothing_is_promised_for_a_kind_of_device_that_nothing_has_run_on(tmp_path: Path, capsys) -> None:
+    config = write_config("Qwen3.5-4B", tmp_path)
+    assert main(["check-model", str(config), "--device", "cuda:h200"]) == 0
+    text = capsys.readouterr().out
+    assert "WARN target.unproven: no release of hybridserve has been run on cuda yet" in text
+    assert "it should run, but nothing has been run on such a device yet (exit 0)" in text
+    assert main(["check-model", str(config), "--device", "cuda:h200", "--strict"]) == 1
+    assert main(["check-model", str(config), "--device", "cpu", "--memory", "64GiB", "--strict"]) == 0
+
+
+def on_device(name: str, config: Path, capsys: pytest.CaptureFixture[str]) -> Found:
+    """The report of a config for a named device, with the memory that it has."""
+    main(["check-model", str(config), "--device", name, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_several_devices_are_told_to_be_served_from_one(tmp_path: Path, capsys) -> None:
+    config = write_config("Qwen3.5-27B", tmp_path)
+    several, one = (on_device(name, config, capsys) for name in ("cuda:4xh100", "cuda:h100"))
+    assert several["memory"] == one["memory"]
+    assert "4 devices have 318.59 GiB together" in found(several, "target.several")[0]["detail"]
+    assert not found(one, "target.several")
+
+
+def test_the_smallest_device_is_named(tmp_path: Path, capsys) -> None:
+    config = write_config("Qwen3.5-27B", tmp_path)
+    report = on_device("cuda:t4", config, capsys)
+    devices = {one["device"]: one for one in report["devices"]}
+    assert [one["memory_nbytes"] for one in report["devices"]] == sorted(one["memory_nbytes"] for one in report["devices"])
+    for name in ("cuda:l40s", "cuda:h100", "cuda:h200"):
+        figures = on_device(name, config, capsys)["memory"]
+        assert devices[name]["max_model_len"] == figures["max_model_len"]
+        assert devices[name]["memory_users"] == figures["memory_users_at"].get("8192", 0)
+    holding = next(one for one in report["devices"] if one["max_model_len"] == 262_144)
+    assert f"{holding['device']} is the smallest known device for 262,144 tokens" in found(report, "memory.devices")[0]["detail"]
+
+
+# --- windows, and memory without a bound on seats ---
+
+
+#: As OpenAI published it, but for how the experts are stored.
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 24,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "attention_bias": True,
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rope_theta": 150000,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0,
+    "rms_norm_eps": 1e-05,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "initial_context_length": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+def test_users_of_a_model_with_windows_share_one_budget_of_rows(tmp_path: Path, check) -> None:
+    """Beside its window a sequence holds what it computes in this step; all of them together compute one budget."""
+    config, at = tmp_path / "config.json", {}
+    config.write_text(json.dumps(GPT_OSS_20B))
+    for seats in ("512", "4096"):
+        code, report = check(config, "--memory", "80GiB", "--max-num-seqs", seats)
+        assert code == 0
+        at[seats] = report["memory"]
+    window, whole = (next(g for g in at["512"]["groups"] if (g["window"] is None) is is_whole) for is_whole in (False, True))
+    block, budget = at["512"]["block_size"], 2048
+    users = at["512"]["memory_users_at"]["1024"]
+    least = users * 1024 // block * whole["natural_nbytes"] + users * window["window"] // block * window["natural_nbytes"]
+    blocks = users * (window["window"] // block + 2) + budget // block
+    most = users * 1024 // block * whole["page_nbytes"] + blocks * window["page_nbytes"]
+    granted = (80 * 2**30 - at["512"]["weights_nbytes"]) // 2
+    one = 1024 // block * whole["page_nbytes"] + (window["window"] // block + 2) * window["page_nbytes"]
+    assert least <= granted
+    assert granted - one - 2 * at["512"]["superpage_nbytes"] <= most <= granted + 2 * at["512"]["superpage_nbytes"]
+    # Seats give no memory and take little: only a step that is as long as there are seats.
+    assert at["4096"]["users_at"]["1024"] >= 0.99 * users
+
+
+def test_what_memory_alone_would_hold_is_told_where_seats_bind(tmp_path: Path, check) -> None:
+    config = write_config("Qwen3.5-9B", tmp_path)
+    _, few = check(config, "--memory", "141GB", "--max-num-seqs", "8")
+    _, many = check(config, "--memory", "141GB", "--max-num-seqs", "100000")
+    assert few["memory"]["users_at"]["1024"] == 8
+    assert few["memory"]["memory_users_at"]["1024"] == many["memory"]["users_at"]["1024"] > 100
+    line = next(one["detail"] for one in found(few, "memory.users") if one["detail"].startswith("1,024"))
+    assert f"memory alone would hold {few['memory']['memory_users_at']['1024']:,}" in line
 
 
 # --- broken inputs ---
@@ -412,7 +519,7 @@ BROKEN: Mapping[str, tuple[Callable[[Path], Any], tuple[str, ...], int, str, tup
     "unknown size": (nothing, ("--memory", "much"), 2, "usage", ("'much'", "24GiB")),
     "no memory": (nothing, ("--memory", "0"), 2, "usage", ("--memory is 0", "24GiB")),
     "a size with two points": (nothing, ("--memory", "1.5.5GiB"), 2, "usage", ("'1.5.5GiB'", "24GiB")),
-    "a negative size": (nothing, ("--memory=-1GiB",), 2, "usage", ("'-1GiB'", "24GiB")),
+    "a negative size": (nothing, ("--memory", "-1GiB"), 2, "usage", ("'-1GiB'", "24GiB")),
     "an endless size": (nothing, ("--memory", "1e999"), 2, "usage", ("'1e999'", "24GiB")),
     "longer than the model": (nothing, ("--max-model-len", "99999999"), 2, "memory", ("99,999,999", "trained", "lower it")),
     "tokenizer elsewhere and not there": (nothing, ("--tokenizer", "nowhere"), 2, "chat.tokenizer", ("'nowhere'", "repo id")),

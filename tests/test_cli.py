@@ -303,6 +303,10 @@ def test_serve_with_the_real_engine_and_its_clients() -> None:
         assert child.wait(30) == 0
 
 
+#: Figures of the report that a running server has no use for.
+HERE_ONLY = ("memory_nbytes", "host_nbytes", "memory_users_at")
+
+
 def test_limits_in_force_are_those_that_check_model_foretold() -> None:
     flags = ["--kv-cache-memory", "12MiB", "--max-num-seqs", "5", "--block-size", "8", "--max-model-len", "300"]
     done = hybridserve("check-model", "demo", *flags, "--json")
@@ -311,7 +315,7 @@ def test_limits_in_force_are_those_that_check_model_foretold() -> None:
     with served(*flags) as (_, url, _):
         limits = httpx.get(url + "/v1/limits", timeout=60).json()
         card = httpx.get(url + "/v1/models", timeout=60).json()["data"][0]
-    foretold = {name: value for name, value in report["memory"].items() if name not in ("memory_nbytes", "host_nbytes")}
+    foretold = {name: value for name, value in report["memory"].items() if name not in HERE_ONLY}
     assert limits["memory"] == foretold
     for name in ("backends", "features_off"):
         assert limits[name] == report[name]
@@ -392,3 +396,8 @@ def test_idle_threads_sleep_unless_the_user_wants_otherwise(monkeypatch, before,
 
 def test_the_package_lists_what_it_offers():
     assert set(package.__all__) <= set(dir(package))
+
+
+def test_the_package_runs_as_the_command_does() -> None:
+    done = subprocess.run([sys.executable, "-m", "hybridserve", "--version"], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == f"hybridserve {package.__version__}\n"

@@ -11,19 +11,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from hybridserve.check.content import check_files
+from hybridserve.check.devices import check_devices, fit_devices
 from hybridserve.check.layout import check_architecture, check_config, check_layers, is_served, lay_out, layer_runs
-from hybridserve.check.memory import check_memory
+from hybridserve.check.memory import check_memory, device_weights_nbytes
 from hybridserve.check.numerics import check_numerics
 from hybridserve.check.operations import check_backends, check_features, choose_backends
 from hybridserve.check.report import INTERNAL, Finding, Report, failed, passed, plain, warned
 from hybridserve.check.source import Entries, Source, check_dtype, check_shards, check_source, find_source, read_headers
-from hybridserve.check.target import Target, find_target
+from hybridserve.check.target import Target, check_target, find_target
 from hybridserve.check.tensors import check_tensors, find_match, scan_values
 from hybridserve.config import EngineSettings, format_nbytes
 from hybridserve.engine.features import features_off
 from hybridserve.engine.sizing import free_nbytes, unlimited_plan
 from hybridserve.errors import HybridServeError, WeightsError
 from hybridserve.models import CausalLM
+from hybridserve.models.loader import MatchedWeights
 from hybridserve.registry import load_plugin
 
 log = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ class _Checker:
             self.report.not_checked = [name for name in SECTIONS if name not in self._sections()]
             return
         self.report.device = target.name
+        self.add(check_target(target))
         self.add([check_source(source)])
         self.attempt_all("content", lambda: check_files(source))
         entries = self.attempt("source.shards", lambda: read_headers(source)) if self._reads_headers(source) else None
@@ -122,6 +125,7 @@ class _Checker:
         if memory is not None:
             findings, report.memory = memory
             self.add(findings)
+            self.attempt_all("memory.devices", lambda: self._compare_devices(model, matched))
             self.attempt_all("numerics", lambda: check_numerics(model, runs, memory[1], settings))
         if entries is not None:
             self.add([check_dtype(entries, str(model.dtype).removeprefix("torch."))])
@@ -134,6 +138,13 @@ class _Checker:
             self.add(check_backends(runs, chosen))
         report.features_off = features_off(settings)
         self.add(check_features(settings))
+
+    def _compare_devices(self, model: CausalLM, matched: MatchedWeights | None) -> list[Finding]:
+        settings, longest = self.options.settings, self.options.settings.max_model_len or model.info.max_positions
+        weights_nbytes = device_weights_nbytes(model, matched)
+        fits = fit_devices(unlimited_plan(settings, model.cache_specs()), weights_nbytes, settings, longest)
+        self.report.devices = fits
+        return [check_devices(fits, weights_nbytes, settings, longest)]
 
     def _scan(self, source: Source, entries: Entries | None) -> None:
         if entries is not None and source.weights_are_here:

@@ -4,6 +4,7 @@ Owns the wording and the order of these findings. The figures are `engine/sizing
 `checker.py`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybridserve.check.report import Finding, Memory, failed, passed, warned
@@ -48,11 +49,20 @@ def check_memory(
     return findings, _figures(weights, target, sizing.plan, sizing, fitting)
 
 
-def _weigh(model: CausalLM, settings: EngineSettings, target: Target, matched: MatchedWeights | None) -> _Weights:
+def device_weights_nbytes(model: CausalLM, matched: MatchedWeights | None) -> int:
+    """Bytes of weights that a device holds which is not the host itself."""
+    nbytes = _parameter_nbytes(model, matched)
+    return sum(nbytes.values()) - sum(nbytes[name] for name in host_parameters(model))
+
+
+def _parameter_nbytes(model: CausalLM, matched: MatchedWeights | None) -> Mapping[str, int]:
     if matched is None:
-        nbytes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    else:
-        nbytes = matched.parameter_nbytes(model)
+        return {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    return matched.parameter_nbytes(model)
+
+
+def _weigh(model: CausalLM, settings: EngineSettings, target: Target, matched: MatchedWeights | None) -> _Weights:
+    nbytes = _parameter_nbytes(model, matched)
     total, on_host = sum(nbytes.values()), sum(nbytes[name] for name in host_parameters(model))
     # A mapped table costs the pages that are read; random ones take memory like all other weights.
     is_free = target.device.type != "cpu" or settings.load_format != "dummy"
@@ -127,7 +137,7 @@ def _check_cache(sizing: Sizing, settings: EngineSettings) -> Finding:
 
 def _users(length: int, capacity: Capacity, settings: EngineSettings) -> Finding:
     binding = {
-        "max_num_seqs": f"--max-num-seqs {settings.max_num_seqs}",
+        "max_num_seqs": f"--max-num-seqs {settings.max_num_seqs}; memory alone would hold {capacity.memory_users:,}",
         "paged_cache": "memory, most of it for text",
         "states": "memory, most of it for states",
     }[capacity.limit]
@@ -159,4 +169,5 @@ def _figures(weights: _Weights, target: Target, plan: CachePlan, sizing: Sizing 
         users_at={str(n): one.users for n, one in fitting.items()},
         tokens_at={str(n): one.users * n for n, one in fitting.items()},
         limit_at={str(n): one.limit for n, one in fitting.items()},
+        memory_users_at={str(n): one.memory_users for n, one in fitting.items()},
     )

@@ -56,6 +56,15 @@ class LayerRun(msgspec.Struct, frozen=True, kw_only=True):
     operations: list[str]  # of the backends, that these layers may call
 
 
+class DeviceFit(msgspec.Struct, frozen=True, kw_only=True):
+    """What one known device holds."""
+
+    device: str  # as `--device` takes it
+    memory_nbytes: int
+    max_model_len: int  # the longest sequence that fits beside the weights; 0 when they do not
+    memory_users: int  # sequences of 8,192 tokens, or of the longest context, that memory alone would hold
+
+
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """How memory is divided. `/v1/limits` uses the same names for what is in force."""
 
@@ -75,6 +84,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[GroupInfo]
     max_model_len: int  # 0 when not one sequence fits
     users_at: dict[str, int]  # context length -> sequences of it that run at once
+    memory_users_at: dict[str, int]  # the same, did memory alone bind
     tokens_at: dict[str, int]  # context length -> tokens that they hold together
     limit_at: dict[str, str]  # context length -> what keeps it from being one user more
 
@@ -90,6 +100,7 @@ class Report(msgspec.Struct, kw_only=True):
     dtype: str | None = None
     layers: list[LayerRun] = []
     memory: Memory | None = None
+    devices: list[DeviceFit] = []  # the known ones, from the smallest
     backends: dict[str, str] = {}  # operation -> backend and reasons, as in `/v1/limits`
     features_off: dict[str, str] = {}  # feature -> reason code, as in `/v1/limits`
 

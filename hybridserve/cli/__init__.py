@@ -6,6 +6,7 @@ Owns the list of subcommands. A subcommand's module is imported only when it is 
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(f"hybridserve {name}", description=text, allow_abbrev=False)
     command.add_arguments(parser)
     try:
-        return command.run(parser.parse_args(arguments[1:]))
+        return command.run(parser.parse_args(_join_negative_values(arguments[1:])))
     except HybridServeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -57,6 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _join_negative_values(arguments: Sequence[str]) -> list[str]:
+    """`--memory -5GiB` as `--memory=-5GiB`: so that a number below zero is told from a flag, and refused for what it is."""
+    joined: list[str] = []
+    for argument in arguments:
+        if re.match(r"-\.?\d", argument) and joined and re.fullmatch(r"--[\w-]+", joined[-1]):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 def _without_command(arguments: list[str]) -> int:

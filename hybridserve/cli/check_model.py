@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", metavar="BYTES", help="for weights and caches, such as 24GiB; default: the device's, or what is free"
     )
     parser.add_argument(
-        "--device", metavar="DEVICE", default="auto", help="cpu, cuda, or one that is not here, such as cuda:h200"
+        "--device", metavar="DEVICE", default="auto", help="cpu, cuda, or one that is not here, such as cuda:h200 or cuda:4xh100"
     )
     parser.add_argument("--deep", action="store_true", help="look at every weight for NaN and infinity")
     parser.add_argument("--run", action="store_true", dest="is_run", help="load it here and compare every way to the same tokens")
@@ -124,4 +124,6 @@ def _line(finding: "Finding") -> str:
 
 def _last_lines(report: "Report", code: int) -> list[str]:
     unchecked = [f"not checked, because of that: {', '.join(report.not_checked)}"] if report.not_checked else []
-    return [*unchecked, f"{report.model or 'check-model'}: {_VERDICTS[code]} (exit {code})"]
+    is_unproven = code == 0 and any(finding.id == "target.unproven" for finding in report.checks)
+    verdict = "it should run, but nothing has been run on such a device yet" if is_unproven else _VERDICTS[code]
+    return [*unchecked, f"{report.model or 'check-model'}: {verdict} (exit {code})"]

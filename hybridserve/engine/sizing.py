@@ -6,7 +6,7 @@ and by `check/`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,6 +30,7 @@ class Sizing:
     plan: CachePlan
     max_model_len: int  # as asked for, or as much of the model's own as fits
     wanted_len: int  # what was asked for, or the model's own
+    granted_nbytes: int  # what caches may take; the plan takes less where so many seats could not use it
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Capacity:
 
     users: int  # sequences of this length that run at once
     limit: str  # what keeps it from being one more: "max_num_seqs", "paged_cache" or "states"
+    memory_users: int  # sequences that memory alone would hold, were there seats for them
 
 
 def choose_device(name: str) -> torch.device:
@@ -68,9 +70,9 @@ def size_cache(settings: EngineSettings, specs: Sequence[Mapping[str, Spec]], ma
             "it was not trained; lower it"
         )
     longest, chunk = settings.max_model_len or max_positions, longest_chunk(settings)
-    nbytes = settings.kv_cache_memory
-    if nbytes is None:
-        nbytes = min(int(free * settings.kv_cache_share), _most_useful_nbytes(specs, settings, longest))
+    granted = nbytes = settings.kv_cache_memory or int(free * settings.kv_cache_share)
+    if settings.kv_cache_memory is None:
+        nbytes = min(granted, _most_useful_nbytes(specs, settings, longest))
     plan = plan_cache(specs, nbytes, block_size=settings.block_size, max_chunk=chunk)
     fits = plan.longest_sequence(longest)
     if fits < 2 or (settings.max_model_len is not None and fits < longest):
@@ -79,7 +81,7 @@ def size_cache(settings: EngineSettings, specs: Sequence[Mapping[str, Spec]], ma
             f"one sequence of {longest:,} tokens needs {needed * plan.superpage_nbytes:,} bytes of cache, {nbytes:,} are there; "
             f"lower --max-model-len to {fits:,} or raise --kv-cache-memory"
         )
-    return Sizing(plan, fits, longest)
+    return Sizing(plan, fits, longest, granted)
 
 
 def longest_chunk(settings: EngineSettings) -> int:
@@ -98,23 +100,26 @@ def _most_useful_nbytes(specs: Sequence[Mapping[str, Spec]], settings: EngineSet
     return max(1, 2 * unlimited.superpages_needed(longest, settings.max_num_seqs)) * unlimited.superpage_nbytes
 
 
-def capacity_at(plan: CachePlan, num_tokens: int, max_num_seqs: int) -> Capacity:
+def capacity_at(sizing: Sizing, num_tokens: int, max_num_seqs: int) -> Capacity:
     """How many sequences of `num_tokens` run at once, and which limit binds."""
+    plan = sizing.plan
     users = plan.users_at(num_tokens)
+    granted = replace(plan, num_superpages=max(plan.num_superpages, sizing.granted_nbytes // plan.superpage_nbytes))
+    alone = granted.users_at(num_tokens)
     if users >= max_num_seqs:
-        return Capacity(max_num_seqs, "max_num_seqs")
+        return Capacity(max_num_seqs, "max_num_seqs", alone)
     # Of the superpages that one user more would need, the kind that takes most.
     taken = {
-        kind: sum(-(-plan.pages_needed(group, num_tokens) * (users + 1) // group.pages_per_superpage) for group in groups)
+        kind: sum(-(-plan.pages_needed(group, num_tokens, users + 1) // group.pages_per_superpage) for group in groups)
         for kind, groups in (("paged_cache", plan.paged), ("states", plan.states))
     }
-    return Capacity(users, max(taken, key=lambda kind: taken[kind]))
+    return Capacity(users, max(taken, key=lambda kind: taken[kind]), alone)
 
 
 def capacities(sizing: Sizing, max_num_seqs: int) -> dict[int, Capacity]:
     """`capacity_at` of every length in CONTEXT_LENGTHS that is possible, and of the longest."""
     lengths = sorted({*(n for n in CONTEXT_LENGTHS if n < sizing.max_model_len), sizing.max_model_len})
-    return {n: capacity_at(sizing.plan, n, max_num_seqs) for n in lengths}
+    return {n: capacity_at(sizing, n, max_num_seqs) for n in lengths}
 
 
 def describe_groups(plan: CachePlan) -> list[GroupInfo]:

@@ -97,18 +97,25 @@ class CachePlan:
         """Share of the pages' bytes that rounding added, of the group where it is largest."""
         return max((100.0 * (g.page_nbytes / g.natural_nbytes - 1) for g in self.groups), default=0.0)
 
-    def pages_needed(self, group: GroupPlan, num_tokens: int) -> int:
-        """Pages of `group` that one sequence of `num_tokens` holds at its end."""
+    def pages_needed(self, group: GroupPlan, num_tokens: int, num_sequences: int = 1) -> int:
+        """Pages of `group` that so many sequences of `num_tokens` hold at once, at most, while they are computed."""
         if not group.is_paged:
-            return 1
-        if group.window is not None:
+            return num_sequences
+        if group.window is None:
+            return -(-num_tokens // group.block_size) * num_sequences
+
+        def reaching(num_rows: int) -> int:
             # A window that starts inside a block touches one block more.
-            num_tokens = min(num_tokens, group.window + self.max_chunk + group.block_size)
-        return -(-num_tokens // group.block_size)
+            assert group.window is not None
+            return -(-min(num_tokens, group.window + num_rows + group.block_size) // group.block_size)
+
+        # Beside its window a sequence holds what it computes in this step, and all together compute at most one budget.
+        together = reaching(1) * num_sequences + -(-self.max_chunk // group.block_size)
+        return min(reaching(self.max_chunk) * num_sequences, together)
 
     def superpages_needed(self, num_tokens: int, num_sequences: int = 1) -> int:
         """Superpages that hold `num_sequences` sequences of `num_tokens` at once, shared by group."""
-        return sum(-(-self.pages_needed(group, num_tokens) * num_sequences // group.pages_per_superpage) for group in self.groups)
+        return sum(-(-self.pages_needed(group, num_tokens, num_sequences) // group.pages_per_superpage) for group in self.groups)
 
     def users_at(self, num_tokens: int) -> int:
         """Sequences of `num_tokens` that fit at once."""
