@@ -1,88 +1,97 @@
-"""Hits of the prefix cache, against both oracles, with Qwen3.5-35B-A3B's cache shapes.
+"""Hits of the prefix cache and what they are worth in time, with Qwen3.5-35B-A3B's cache shapes.
 
     python -m benchmarks.prefix_cache [--trace FILE ...] [--num-requests N] [--json FILE]
 
-The real scheduler and cache on a virtual clock; every trace with the default policy and with plain LRU, with ample memory and
-with a tenth of the trace's footprint: the bytes of all its different text, and of one state for each request. Without `--trace`
-the synthetic traces are replayed.
+The real scheduler and cache on a virtual clock. Every trace first with ample memory, which tells how many bytes all its hits take
+at once on average; then with a half and a quarter of that, with the default, with plain LRU, and with plain LRU and requests
+that start in order of arrival. Without `--trace` the synthetic traces are replayed.
 """
 
 import argparse
 import json
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hybridserve.kv.arena import plan_cache
 from hybridserve.kv.eviction import Policy
 from hybridserve.kv.spec import PagedSpec, Spec, StateSpec, TensorSpec
-from hybridserve.replay.oracle import visits_of
 from hybridserve.replay.report import Report, make_report
 from hybridserve.replay.roofline import DEVICES, Roofline
 from hybridserve.replay.simulate import Replay
-from hybridserve.replay.trace import TraceRequest, load_trace
+from hybridserve.replay.trace import SYNTHETIC, TraceRequest, load_trace
 
 KV = PagedSpec((TensorSpec("k", (2, 256), "bfloat16"), TensorSpec("v", (2, 256), "bfloat16")))
 STATE = StateSpec((TensorSpec("conv", (3, 8192), "bfloat16"), TensorSpec("recurrent", (32, 128, 128), "float32")))
 LAYERS: list[dict[str, Spec]] = [{"kv": KV} if i % 4 == 3 else {"state": STATE} for i in range(40)]
-#: Synthetic traces: requests, and how many run at once.
-SYNTHETIC = {"shared-prefixes": (1000, 64), "bursts": (1000, 64), "conversations": (2000, 16), "branches": (1000, 16)}
-POLICIES: tuple[Policy, ...] = ("cost", "lru")
+NUM_SEQS = 64
+NUM_REQUESTS = 1000  # of a synthetic trace
+#: By name: what goes first when memory runs out, and whether requests start in order of arrival.
+WAYS: dict[str, tuple[Policy, bool]] = {"default": ("cost", False), "lru": ("lru", False), "lru, in order": ("lru", True)}
 AMPLE = 2_000e9
-SHARE = 0.1
+SHARES = {"a half": 0.5, "a quarter": 0.25}
+#: Memory holds at least the longest request so many times, whatever its share.
+LEAST_SEQUENCES = 4
 
 
-def footprint_nbytes(trace: list[TraceRequest]) -> float:
-    """Bytes of all different text, and of one state for each request."""
-    text = sum(
-        request.num_prompt - visit.hit + request.answer.length for request, visit in zip(trace, visits_of(trace), strict=True)
-    )
-    plan = plan_cache(LAYERS, int(AMPLE))
-    return text * plan.kv_nbytes_per_token + len(trace) * plan.state_nbytes_per_sequence
-
-
-def replay(trace: list[TraceRequest], nbytes: float, policy: Policy, num_seqs: int) -> tuple[Report, float]:
-    """The report of one replay, and virtual seconds per second of it."""
+def replay(trace: Sequence[TraceRequest], nbytes: float, way: str) -> Report:
+    """The report of one replay."""
+    policy, in_order = WAYS[way]
     plan = plan_cache(LAYERS, int(nbytes), max_chunk=8192)
     roofline = Roofline.of(plan, DEVICES["h200"], dense=3 * 10**9, experts=32 * 10**9, expert_share=1 / 32, itemsize=2)
     started = time.monotonic()
-    longest = max(request.num_prompt + request.answer.length for request in trace) + 1
     outcome = Replay(
         trace,
         plan,
         roofline,
-        max_model_len=plan.longest_sequence(longest),
-        max_num_seqs=num_seqs,
+        max_model_len=plan.longest_sequence(longest_of(trace)),
+        max_num_seqs=NUM_SEQS,
         max_num_batched_tokens=8192,
         policy=policy,
+        starts_in_order=in_order,
     ).run()
-    wall_s = time.monotonic() - started
-    return make_report(trace, plan, outcome, policy=policy, nbytes=int(nbytes), wall_s=wall_s), outcome.clock_s / wall_s
+    return make_report(trace, plan, outcome, policy=policy, nbytes=int(nbytes), wall_s=time.monotonic() - started)
+
+
+def longest_of(trace: Sequence[TraceRequest]) -> int:
+    """Tokens of the longest request."""
+    return max(request.num_prompt + request.answer.length for request in trace) + 1
+
+
+def reports(trace: Sequence[TraceRequest]) -> Iterator[tuple[str, str, float, Report]]:
+    """By memory and way: its bytes and its report."""
+    ample = replay(trace, AMPLE, "default")
+    yield "ample", "default", AMPLE, ample
+    unit = plan_cache(LAYERS, int(AMPLE), max_chunk=8192)
+    least = LEAST_SEQUENCES * unit.superpages_needed(longest_of(trace)) * unit.superpage_nbytes
+    sizes = {name: max(least, share * ample.full_nbytes) for name, share in SHARES.items()}
+    for memory, nbytes in sizes.items():
+        if nbytes < ample.full_nbytes:
+            for way in WAYS:
+                yield memory, way, nbytes, replay(trace, nbytes, way)
+        if nbytes == least:
+            return
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", action="append", default=[], help="a jsonl file to replay instead of the synthetic traces")
-    parser.add_argument("--num-requests", type=int, help="only so many of each file")
+    parser.add_argument("--trace", action="append", default=[], help="a jsonl file, or a synthetic trace by its name")
+    parser.add_argument("--num-requests", type=int, help="only so many of each")
     parser.add_argument("--json", help="write the rows to this file")
     arguments = parser.parse_args()
-    cases = [(Path(name).name, load_trace(name, num_requests=arguments.num_requests, seed=0), 64) for name in arguments.trace]
-    if not cases:
-        cases = [(name, load_trace(name, num_requests=n, seed=0), seqs) for name, (n, seqs) in SYNTHETIC.items()]
     rows = []
-    for name, trace, num_seqs in cases:
-        for memory, nbytes in (("ample", AMPLE), ("a tenth", SHARE * footprint_nbytes(trace))):
-            for policy in POLICIES:
-                report, speed = replay(trace, nbytes, policy, num_seqs)
-                print(
-                    f"{name:<28} {memory:<7} {nbytes / 1e9:6.1f} GB {policy:<5} hit {report.hit_ratio:.3f}  "
-                    f"oracle {report.oracle_ratio:.3f}  same memory {report.capacity_oracle_ratio:.3f} "
-                    f"(of it {report.share_of_capacity_oracle:.3f})  excess {report.excess_prefill:.2f}  "
-                    f"checkpoints {report.checkpoints_per_request:.1f}  {speed:.0f} times real time",
-                    flush=True,
-                )
-                row = {"trace": name, "memory": memory, "nbytes": int(nbytes), "policy": policy, "num_requests": len(trace)}
-                shown = ("hit_ratio", "oracle_ratio", "capacity_oracle_ratio", "share_of_capacity_oracle", "excess_prefill")
-                rows.append({**row, **{key: round(getattr(report, key), 4) for key in shown}, "times_real_time": round(speed)})
+    for name in arguments.trace or SYNTHETIC:
+        count = arguments.num_requests or (NUM_REQUESTS if name in SYNTHETIC else None)
+        trace = load_trace(name, num_requests=count, seed=0)
+        for memory, way, nbytes, report in reports(trace):
+            row = {"trace": Path(name).name, "num_requests": len(trace), "memory": memory, "nbytes": int(nbytes), "way": way}
+            shown = ("hit_ratio", "bound_ratio", "oracle_ratio", "excess_prefill", "output_tokens_per_s", "num_preemptions")
+            row |= {key: round(getattr(report, key), 4) for key in shown}
+            row |= {f"first_token_{key}_s": round(report.first_token_s[key], 4) for key in ("mean", "p50", "p99")}
+            row |= {f"end_to_end_{key}_s": round(report.end_to_end_s[key], 4) for key in ("mean", "p99")}
+            row["times_real_time"] = round(report.virtual_s / report.wall_s)
+            rows.append(row)
+            print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from hybridserve.engine.scheduler import Scheduler
+from hybridserve.engine.seats import MIN_SHARED, Running
 from hybridserve.kv.prefix import PrefixIndex
 from hybridserve.request import CacheHints
 from tests.simulation import LAYOUTS
@@ -88,13 +88,13 @@ def test_nothing_that_can_be_observed_depends_on_another_salts_text(layout, supe
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_comparison_would_see_what_is_shared(layout, monkeypatch):
     """With a salt that is left out of the key, what is observed differs; and so it does where only waiting forgets it."""
-    root, known_root, start = PrefixIndex.root, PrefixIndex.known_root, Scheduler._start_of
+    root, known_root = PrefixIndex.root, PrefixIndex.known_root
     with monkeypatch.context() as patch:
         patch.setattr(PrefixIndex, "root", lambda self, salt, adapter="": root(self, "", adapter))
         patch.setattr(PrefixIndex, "known_root", lambda self, salt, adapter="": known_root(self, "", adapter))
         assert any(compare(layout, 400, seed) for seed in range(20))
     with monkeypatch.context() as patch:
-        patch.setattr(Scheduler, "_start_of", staticmethod(lambda running: ("", start(running)[1])))
+        patch.setattr(Running, "start", property(lambda running: ("", running.prompt[:MIN_SHARED].tobytes())))
         assert any(compare(layout, 400, seed) for seed in range(60))
 
 

@@ -11,7 +11,8 @@ from hybridserve.cli import main
 from hybridserve.errors import UsageError
 from hybridserve.kv.arena import plan_cache
 from hybridserve.kv.spec import PagedSpec, StateSpec, TensorSpec
-from hybridserve.replay.oracle import capacity_hits, visits_of
+from hybridserve.replay.oracle import Span, bound_hits, visits_of
+from hybridserve.replay.report import make_report
 from hybridserve.replay.roofline import DEVICES, Device, Roofline, Work, read_device
 from hybridserve.replay.simulate import Replay
 from hybridserve.replay.trace import SYNTHETIC, Segment, TraceRequest, load_trace, read_trace, tokens_of
@@ -22,10 +23,13 @@ STATE = StateSpec((TensorSpec("conv", (3, 8192), "bfloat16"), TensorSpec("recurr
 LAYERS = [{"kv": KV} if i % 4 == 3 else {"state": STATE} for i in range(40)]
 
 
-def replay(trace, nbytes, *, policy="cost", num_seqs=32):
+def replay(trace, nbytes, *, policy="cost", num_seqs=32, max_model_len=65536, **more):
     plan = plan_cache(LAYERS, int(nbytes), max_chunk=8192)
     roofline = Roofline.of(plan, DEVICES["h200"], dense=3 * 10**9, experts=32 * 10**9, expert_share=1 / 32, itemsize=2)
-    run = Replay(trace, plan, roofline, max_model_len=65536, max_num_seqs=num_seqs, max_num_batched_tokens=8192, policy=policy)
+    longest = max_model_len or plan.longest_sequence(65536)
+    run = Replay(
+        trace, plan, roofline, max_model_len=longest, max_num_seqs=num_seqs, max_num_batched_tokens=8192, policy=policy, **more
+    )
     return run.run(), plan
 
 
@@ -59,15 +63,86 @@ def test_the_oracle_equals_counting_token_by_token(name):
     assert longest_prefixes(trace) == brute_force(trace)
 
 
-def test_the_capacity_oracle_keeps_what_is_used_soonest():
+def one_by_one(trace, nbytes, kv=1.0, state=10.0):
+    """The bound when each request ends before the next one starts."""
+    spans = [Span(number + 1) for number in range(len(trace))]
+    return bound_hits(visits_of(trace), spans, nbytes=nbytes, kv_nbytes_per_token=kv, state_nbytes=state)
+
+
+def test_the_bound_charges_a_hit_for_its_bytes_as_long_as_they_were_kept():
     a, b = Segment(1, 100), Segment(2, 100)
-    order = [a, b, b, a, b]
-    trace = [TraceRequest(float(i), (s, Segment(100 + i, 10)), Segment(200 + i, 5)) for i, s in enumerate(order)]
-    everything = capacity_hits(visits_of(trace), nbytes=1e9, kv_nbytes_per_token=1, state_nbytes=10)
-    assert everything == longest_prefixes(trace) == [0, 0, 100, 100, 100]
-    # Room for one of the two (100 of text, 10 of state): b is used sooner, then a has nothing.
-    assert capacity_hits(visits_of(trace), nbytes=115, kv_nbytes_per_token=1, state_nbytes=10) == [0, 0, 100, 0, 100]
-    assert capacity_hits(visits_of(trace), nbytes=50, kv_nbytes_per_token=1, state_nbytes=10) == [0] * 5
+    trace = [TraceRequest(float(i), (s, Segment(100 + i, 10)), Segment(200 + i, 5)) for i, s in enumerate([a, b, b, a, b])]
+    # Kept for b: before the third request, and before the fourth and fifth; for a: before the second, third and fourth.
+    bound = one_by_one(trace, nbytes=1e9)
+    assert bound.num_hit == sum(longest_prefixes(trace)) == 300
+    assert bound.full_nbytes == 110 * (1 + 2 + 3) / 5
+    # Of five moments with room for one prefix, b's hits take three and a's hit would take three.
+    assert one_by_one(trace, nbytes=110).num_hit == pytest.approx(200 + 100 * 2 / 3)
+    assert one_by_one(trace, nbytes=11).num_hit == pytest.approx(50)
+    # While a request runs, nobody has to keep what it uses, and its text and its own state take room: a's hit is free, b's first
+    # takes one moment, and what is left goes to b's second, of two moments.
+    spans = [Span(4), Span(2), Span(3), Span(4), Span(5)]
+    busy = bound_hits(visits_of(trace), spans, nbytes=110, kv_nbytes_per_token=1.0, state_nbytes=10.0)
+    assert busy.num_hit == pytest.approx(100 + 100 + (5 * 110 - 3 * (110 + 10) - 110) / 220 * 100)
+
+
+def best_policy(trace, nbytes, kv, state):
+    """By trying all: what may be kept before each request is any part of what was kept before, and of what the last one wrote."""
+    texts = [tokens(request).tolist() for request in trace]
+    answers = [tokens_of(request.answer).tolist() for request in trace]
+    useful = {tuple(text[:n]) for text in texts for n in range(1, len(text))}
+    best = {frozenset(): 0}
+    for text, answer in zip(texts, answers, strict=True):
+        prefixes = [tuple(text[:n]) for n in range(1, len(text))]
+        written = [tuple((text + answer)[:n]) for n in range(1, len(text + answer) + 1)]
+        following = {}
+        for kept, hits in best.items():
+            whole = 0
+            while whole < len(prefixes) and ("text", prefixes[whole]) in kept:
+                whole += 1
+            hits += max((n for n in range(1, whole + 1) if ("state", prefixes[n - 1]) in kept), default=0)
+            items = kept | {(kind, prefix) for prefix in written if prefix in useful for kind in ("text", "state")}
+            # What nothing that comes later begins with is not worth keeping.
+            for part in parts(sorted(items), nbytes, {"text": kv, "state": state}):
+                following[part] = max(following.get(part, 0), hits)
+        best = following
+    return max(best.values())
+
+
+def parts(items, nbytes, sizes):
+    """All parts of a collection that fit."""
+    found = [(frozenset(), 0.0)]
+    for item in items:
+        size = sizes[item[0]]
+        found += [(part | {item}, used + size) for part, used in found if used + size <= nbytes]
+    return [part for part, _ in found]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nothing_beats_the_bound(seed):
+    """Against the best of all policies, on traces small enough to try them all."""
+    rng = random.Random(seed)
+    trace = []
+    for number in range(rng.randint(2, 4)):
+        prompt = [Segment(rng.randint(1, 2), rng.randint(1, 2)) for _ in range(rng.randint(1, 2))]
+        trace.append(TraceRequest(float(number), (*prompt, Segment(100 + number, 1)), Segment(rng.randint(1, 2), 1)))
+    kv, state, nbytes = 1.0, rng.choice([0.5, 1.0, 3.0]), rng.choice([1.0, 2.0, 3.5, 5.0])
+    best = best_policy(trace, nbytes, kv, state)
+    assert best <= one_by_one(trace, nbytes, kv, state).num_hit + 1e-9
+    assert best <= sum(longest_prefixes(trace))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("policy", ["cost", "lru"])
+def test_no_replay_beats_the_bound(seed, policy):
+    rng = random.Random(seed)
+    trace = load_trace(rng.choice(list(SYNTHETIC)), num_requests=150, seed=seed)
+    if seed % 2:  # far more at once than the machine serves: requests wait, overlap and are preempted
+        trace = [TraceRequest(request.arrival_s / 20, request.prompt, request.answer) for request in trace]
+    nbytes = rng.choice([4e8, 1e9, 3e9])
+    outcome, plan = replay(trace, nbytes, policy=policy, max_model_len=None)
+    report = make_report(trace, plan, outcome, policy=policy, nbytes=int(nbytes), wall_s=1.0)
+    assert 0 < report.hit_ratio <= report.bound_ratio <= report.oracle_ratio + 1e-9
 
 
 def test_no_hit_beats_the_oracle():
@@ -140,6 +215,69 @@ def test_unreadable_traces_are_refused(tmp_path):
         load_trace(str(bad), num_requests=1, seed=0)
 
 
+GOOD = {"timestamp": 0, "input_length": 1000, "output_length": 7, "hash_ids": [5, 6]}
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"hash_ids": list(range(90))}, "line 3: 90 hash_ids for 1000 tokens; at 512 tokens an id, as 5 of 6 lines have it"),
+        ({"hash_ids": []}, "line 3: 0 hash_ids for 1000 tokens"),
+        ({"input_length": 0}, "line 3: Expected `int` >= 1"),
+        ({"output_length": -1}, "line 3: Expected `int` >= 0"),
+        ({"input_length": 10**12}, "line 3: Expected `int` <="),
+        ({"timestamp": -5}, "line 3: Expected `float` >= 0"),
+        ({"timestamp": 1e300}, "line 3: Expected `float` <="),
+        ({"hash_ids": "5"}, "line 3: Expected `array`"),
+        (None, "line 3: .*each line needs"),
+    ],
+)
+def test_one_bad_line_is_named_and_says_nothing_about_the_others(tmp_path, bad, says):
+    lines = [json.dumps(GOOD)] * 5
+    lines.insert(2, "{broken" if bad is None else json.dumps(GOOD | bad))
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(UsageError, match=says):
+        read_trace(str(path))
+
+
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_an_empty_trace_is_an_error(tmp_path, text):
+    path = tmp_path / "empty.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="holds no requests"):
+        read_trace(str(path))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--max-num-seqs", "0"], ["--max-num-batched-tokens", "0"], ["--num-requests", "0"], ["--max-model-len", "1"]],
+)
+def test_a_replay_of_nothing_or_without_seats_is_refused(flags, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["replay", "bursts", "--model", "demo", "--memory", "64MiB", *flags])
+    assert stopped.value.code == 2
+    assert "is too small; at least" in capsys.readouterr().err
+
+
+def test_a_trace_that_nothing_of_fits_is_an_error(capsys):
+    assert (
+        main(["replay", "bursts", "--model", "demo", "--memory", "64MiB", "--num-requests", "4", "--max-model-len", "100"]) == 2
+    )
+    assert "none of the 4 requests fits" in capsys.readouterr().err
+
+
+def test_what_is_computed_again_after_a_preemption_is_excess():
+    """Two that fit alone and not together: whichever gives way computes its text again, from its last checkpoint at best."""
+    trace = [TraceRequest(0.0, (Segment(1 + i, 2000),), Segment(10 + i, 6000)) for i in range(4)]
+    outcome, plan = replay(trace, 6e8, max_model_len=None)
+    assert outcome.num_preemptions > 0
+    report = make_report(trace, plan, outcome, policy="cost", nbytes=int(6e8), wall_s=1.0)
+    needed = sum(request.num_prompt + request.answer.length - 1 for request in trace)
+    assert outcome.num_computed > needed
+    assert report.excess_prefill == (8000 + outcome.num_computed - needed) / 8000 > 1.0
+
+
 def test_the_command_prints_its_documented_keys(tmp_path, capsys):
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -170,7 +308,8 @@ def test_the_command_prints_its_documented_keys(tmp_path, capsys):
     ]
     assert main(arguments) == 0
     report = json.loads(capsys.readouterr().out)
-    assert {"hit_ratio", "oracle_ratio", "capacity_oracle_ratio", "excess_prefill"} <= set(report)
+    assert {"hit_ratio", "oracle_ratio", "bound_ratio", "excess_prefill", "tokens_per_s", "output_tokens_per_s"} <= set(report)
+    assert set(report["first_token_s"]) == set(report["end_to_end_s"]) == {"mean", "p50", "p90", "p99"}
     assert report["num_requests"] == 20
     assert report["hit_ratio"] <= report["oracle_ratio"] + 1e-9
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridserve.cli import bench_serve
-from hybridserve.cli.flags import Sources, add_config, add_settings, changed
+from hybridserve.cli.flags import Sources, add_config, add_settings, at_least, changed
 from hybridserve.config import EngineSettings
 from hybridserve.errors import UsageError
 
@@ -27,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Three subcommands."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="{throughput,latency,serve}")
     throughput = kinds.add_parser("throughput", help="tokens per second of many prompts at once", allow_abbrev=False)
-    throughput.add_argument("--num-prompts", type=int, default=100, metavar="N", help="prompts (default: 100)")
+    throughput.add_argument("--num-prompts", type=at_least(1), default=100, metavar="N", help="prompts (default: 100)")
     latency = kinds.add_parser("latency", help="seconds of one batch", allow_abbrev=False)
-    latency.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts in the batch (default: 8)")
-    latency.add_argument("--num-iters", type=int, default=10, metavar="N", help="measured batches (default: 10)")
-    latency.add_argument("--num-iters-warmup", type=int, default=2, metavar="N", help="batches before (default: 2)")
+    latency.add_argument("--batch-size", type=at_least(1), default=8, metavar="N", help="prompts in the batch (default: 8)")
+    latency.add_argument("--num-iters", type=at_least(1), default=10, metavar="N", help="measured batches (default: 10)")
+    latency.add_argument("--num-iters-warmup", type=at_least(0), default=2, metavar="N", help="batches before (default: 2)")
     for command in (throughput, latency):
         _add_lengths(command)
         command.add_argument("--output-json", metavar="FILE", help="also write the result there")
@@ -68,8 +68,8 @@ def write_result(result: dict[str, object], path: str | None) -> None:
 
 
 def _add_lengths(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens per prompt (default: 128)")
-    parser.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens per answer (default: 128)")
+    parser.add_argument("--input-len", type=at_least(1), default=128, metavar="N", help="tokens per prompt (default: 128)")
+    parser.add_argument("--output-len", type=at_least(1), default=128, metavar="N", help="tokens per answer (default: 128)")
 
 
 def _throughput(llm: "LLM", arguments: argparse.Namespace) -> dict[str, object]:

@@ -19,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from hybridserve.cli.flags import at_least
 from hybridserve.cli.http_client import Endpoint
 from hybridserve.errors import HybridServeError, UsageError
 
@@ -45,13 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="the server (default: %(default)s)")
     parser.add_argument("--model", metavar="NAME", help="default: what the server says")
     parser.add_argument("--api-key", metavar="KEY", help="the server's key")
-    parser.add_argument("--num-prompts", type=int, default=100, metavar="N", help="requests (default: 100)")
-    parser.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens per prompt (default: 128)")
-    parser.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens per answer (default: 128)")
-    parser.add_argument("--prefix-len", type=int, default=0, metavar="N", help="tokens that all prompts share (default: 0)")
+    parser.add_argument("--num-prompts", type=at_least(1), default=100, metavar="N", help="requests (default: 100)")
+    parser.add_argument("--input-len", type=at_least(1), default=128, metavar="N", help="tokens per prompt (default: 128)")
+    parser.add_argument("--output-len", type=at_least(1), default=128, metavar="N", help="tokens per answer (default: 128)")
+    parser.add_argument("--prefix-len", type=at_least(0), default=0, metavar="N", help="tokens shared by all (default: 0)")
     parser.add_argument("--request-rate", type=float, default=math.inf, metavar="R", help="requests per second (default: inf)")
-    parser.add_argument("--max-concurrency", type=int, metavar="N", help="requests open at once at most")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="ids are drawn below this; default: the server's limits")
+    parser.add_argument("--max-concurrency", type=at_least(1), metavar="N", help="requests open at once at most")
+    parser.add_argument("--vocab-size", type=at_least(1), metavar="N", help="ids are below this; default: the server's limits")
     parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="answers of full length")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
     parser.add_argument("--output-json", metavar="FILE", help="also write the result there")

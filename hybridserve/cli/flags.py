@@ -5,7 +5,7 @@ Owns the translation only; names, types, help and the order of sources are `hybr
 
 import argparse
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,6 +40,19 @@ def add_settings(
             parser.add_argument(field.name, nargs="?", metavar=field.name.upper(), help=text)
         else:
             _add_flag(group, field.name, inner, text, None if field.required else field.default)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A type of argparse: whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is too small; at least {least}")
+        return value
+
+    parse.__name__ = "number"  # in argparse's message for what is no number
+    return parse
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Mapping
 
-from hybridserve.cli.flags import Sources, add_config, add_settings, changed
+from hybridserve.cli.flags import Sources, add_config, add_settings, at_least, changed
 from hybridserve.cli.folder import text_folder
 from hybridserve.config import EngineSettings
 from hybridserve.errors import UsageError
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; repeatable; default: standard input")
     parser.add_argument("--chat", action="store_true", help="render each prompt as a user's message")
     parser.add_argument("--json", action="store_true", help="print one JSON object per choice")
-    parser.add_argument("--num-choices", type=int, default=1, metavar="N", help="choices per prompt")
+    parser.add_argument("--num-choices", type=at_least(1), default=1, metavar="N", help="choices per prompt")
     add_sampling(parser)
     add_settings(parser, EngineSettings, positional="model")
     add_config(parser)

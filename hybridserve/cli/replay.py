@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from hybridserve.cli.flags import at_least
 from hybridserve.config import parse_nbytes
 from hybridserve.errors import UsageError
 
@@ -22,12 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a folder, config.json or repo id: its config alone is read")
     parser.add_argument("--memory", required=True, help="bytes for caches, such as 60GiB")
     parser.add_argument("--policy", choices=("cost", "lru"), default="cost", help="what goes first when memory runs out")
+    parser.add_argument("--in-order", action="store_true", help="start requests in order of arrival, whatever they cost")
     parser.add_argument("--device", default="h200", help="whose rates the virtual clock uses: h200, h100, a100, cpu")
-    parser.add_argument("--num-requests", type=int, help="replay only so many")
+    parser.add_argument("--num-requests", type=at_least(1), help="replay only so many")
     parser.add_argument("--seed", type=int, default=0, help="of a synthetic trace")
-    parser.add_argument("--max-model-len", type=int, help="longest context; default: the model's own")
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="requests that run at once")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=8192, help="token budget of one step")
+    parser.add_argument("--max-model-len", type=at_least(2), help="longest context; default: the model's own")
+    parser.add_argument("--max-num-seqs", type=at_least(1), default=64, help="requests that run at once")
+    parser.add_argument("--max-num-batched-tokens", type=at_least(1), default=8192, help="token budget of one step")
     parser.add_argument("--calibration", metavar="FILE.json", help="measured rates instead of --device's")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--picture", metavar="FILE.png", help="draw the memory over time")
@@ -60,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         policy=arguments.policy,
+        starts_in_order=arguments.in_order,
         on_progress=_bar if sys.stderr.isatty() else lambda fraction: None,
     ).run()
     report = make_report(trace, model.plan, outcome, policy=arguments.policy, nbytes=nbytes, wall_s=time.monotonic() - started)

@@ -15,31 +15,27 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridserve.engine.load import LoadControl
-from hybridserve.engine.seats import Awaited, Ints, Running, Seats
+from hybridserve.engine.order import CANDIDATES, StartOrder
+from hybridserve.engine.seats import MIN_SHARED, Awaited, Ints, Running, Seats
 from hybridserve.errors import OverloadedError, RequestError
 from hybridserve.kv.coordinator import KVCacheCoordinator, StepMemory
 from hybridserve.kv.lookup import Match
 from hybridserve.request import CacheHints, EngineRequest, Explanation, FinishReason
 
-#: Tokens that a prefix under way must save before a request waits for it.
-_MIN_SHARED = 16
 #: Waiting requests that are compared with the running ones before it is their turn.
 _LOOK_AHEAD = 256
-#: Waiting requests among which the next is chosen while memory thrashes, and how many may overtake one.
-_CANDIDATES = 16
-_MOST_OVERTAKEN = 64
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one engine takes at once."""
+    """What one engine takes at once, and whether requests start in order of arrival, whatever they cost."""
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_queued_reqs: int
     vocab_size: int
+    starts_in_order: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,10 +77,7 @@ class Counters:
 
 
 class Scheduler:
-    """Running requests first, then waiting ones in order of arrival; preempts the youngest when memory runs out.
-
-    While memory thrashes fewer requests run at once, and those with least to compute start first (`load.py`).
-    """
+    """Running requests first, then waiting ones as `order.py` chooses; preempts the youngest when memory runs out."""
 
     def __init__(self, limits: Limits, coordinator: KVCacheCoordinator) -> None:
         self.limits = limits
@@ -98,7 +91,7 @@ class Scheduler:
         self._num_arrived = 0
         # Set when memory did not suffice for the head of the queue: trying again is in vain until something is given back.
         self._is_blocked = False
-        self._load = LoadControl()
+        self._start_order = StartOrder(self._match)
         self._failed: list[Ended] = []
         self._prefilling: dict[tuple[str, bytes], dict[int, Running]] = {}  # running requests by how they start
         self._seated: list[int] = []
@@ -136,6 +129,7 @@ class Scheduler:
         self._num_arrived += 1
         self._by_id[request.request_id] = running
         self._waiting.append(running)
+        self._start_order.arrive(running)
         if request.deadline_s is not None:
             start = time.monotonic() if now is None else now
             heapq.heappush(self._deadlines, (start + request.deadline_s, running.arrival, request.request_id))
@@ -184,6 +178,7 @@ class Scheduler:
         for seat in seats:
             running = self._give_back(seat, keep=keep)
             self._forget(running)
+            self._start_order.leave(running, self._waiting)
             left.append(running)
         if left:
             self._order = self._without(seats)
@@ -200,16 +195,10 @@ class Scheduler:
         left = self._coordinator.release(seat, int(self.seats.num_computed[seat]), keep=keep)
         running = self.seats.give_back(seat)
         running.left = left
-        start = self._start_of(running)
-        del self._prefilling[start][seat]
-        if not self._prefilling[start]:
-            del self._prefilling[start]
+        del self._prefilling[running.start][seat]
+        if not self._prefilling[running.start]:
+            del self._prefilling[running.start]
         return running
-
-    @staticmethod
-    def _start_of(running: Running) -> tuple[str, bytes]:
-        """What two requests must have in common before it is worth comparing them."""
-        return running.request.cache.salt, running.prompt[:_MIN_SHARED].tobytes()
 
     def _forget(self, running: Running) -> None:
         del self._by_id[running.request.request_id]
@@ -262,10 +251,9 @@ class Scheduler:
         preempted.append(victim)
         self.counters.num_preemptions += 1
         self._is_blocked = True
+        self._waiting.appendleft(running)
         if len(candidates) == 1:
             self._retry_in_empty_memory(running)
-        else:
-            self._waiting.appendleft(running)
 
     def _admit(self, counts: Ints) -> Ints:
         """Seat waiting requests while budget, seats and memory last. Returns the counts with theirs appended."""
@@ -274,52 +262,30 @@ class Scheduler:
         new_counts: list[int] = []
         if not len(self._order):
             self._is_blocked = False
-        skipped: list[Running] = []
         while left > 0 and self._waiting and self.seats.num_free and not self._is_blocked:
-            running, found = self._take_next()
-            if self._still_awaits(running):
-                skipped.append(running)
-                continue
-            match = self._match(running) if found is None else found
+            candidates = [one for one in islice(self._waiting, CANDIDATES) if not self._still_awaits(one)]
+            if not candidates:
+                break
+            running, match = self._start_order.choose(candidates[:1] if self.limits.starts_in_order else candidates)
             if self._finds_prefix_under_way(running, match):
-                skipped.append(running)
                 continue
             count = self._open(running, match, left)
             if count is None:
                 self._hold_back(running)
                 continue
+            self._waiting.remove(running)
+            self._start_order.start()
             left -= count
             new_counts.append(count)
-        self._waiting.extendleft(reversed(skipped))
         self._look_ahead()
         if not seated:
             return counts
         self._order = np.concatenate([self._order, np.array(seated, np.int64)])
         return np.concatenate([counts, np.array(new_counts, np.int64)])
 
-    def _take_next(self) -> tuple[Running, Match | None]:
-        """The waiting request to start, with its match if that was looked up to choose it.
-
-        The first that came; or while memory thrashes the one with least to compute, since what it has cached would be gone when
-        its turn came. Nobody is overtaken without end.
-        """
-        if not self._load.is_limiting:
-            return self._waiting.popleft(), None
-        candidates = list(islice(self._waiting, _CANDIDATES))
-        matches = [self._match(one) for one in candidates]
-        computed = [len(one.known_tokens) - match.num_tokens for one, match in zip(candidates, matches, strict=True)]
-        # One that was held back for want of memory is first again: who is overdue need not be.
-        overdue = (at for at, one in enumerate(candidates) if one.num_overtaken >= _MOST_OVERTAKEN)
-        chosen = next(overdue, computed.index(min(computed)))
-        for overtaken in candidates[:chosen]:
-            overtaken.num_overtaken += 1
-        del self._waiting[chosen]
-        return candidates[chosen], matches[chosen]
-
     def _hold_back(self, running: Running) -> None:
         """Memory does not suffice for this request now; if nothing else runs, waiting would never end."""
         if len(self._order) or self._seated:
-            self._waiting.appendleft(running)
             self._is_blocked = True
         else:
             self._retry_in_empty_memory(running)
@@ -330,12 +296,12 @@ class Scheduler:
         There it fits, by the proof at start-up; if it does not, it ends, for waiting again would never end.
         """
         if running.had_all_memory:
+            self._waiting.remove(running)
             self._forget(running)
             self._failed.append(Ended(running, "error", error="cache memory does not hold this request even alone"))
             return
         running.had_all_memory = True
         self._coordinator.clear()
-        self._waiting.appendleft(running)
 
     def _match(self, running: Running) -> Match:
         request = running.request
@@ -355,35 +321,30 @@ class Scheduler:
         request, tokens = running.request, running.known_tokens
         if request.sampling.prompt_logprobs is not None or running.has_waited:
             return False  # waiting once is enough: what it waited for may have been evicted again
-        for other in self._prefilling.get(self._start_of(running), {}).values():
+        for other in self._prefilling.get(running.start, {}).values():
             seat = other.seat
             if seat is None or self.seats.num_computed[seat] >= self.seats.num_prompt[seat]:
                 continue
             length = min(len(tokens) - 1, int(self.seats.num_tokens[seat]))
             different = np.flatnonzero(tokens[:length] != self.seats.tokens[seat, :length])
             shared = int(different[0]) if len(different) else length
-            is_worth_it = shared - match.num_tokens >= _MIN_SHARED
+            is_worth_it = shared - match.num_tokens >= MIN_SHARED
             if is_worth_it and self._coordinator.promise(seat, shared, int(self.seats.num_computed[seat])):
                 running.awaits, running.has_waited = Awaited(other, seat, shared), True
                 return True
         return False
 
     def _look_ahead(self) -> None:
-        """Ask running requests for the prefixes that newly arrived ones share with them, before they have passed that point.
-
-        What others have cached is expected to be used soon, so that it does not go while they wait for memory.
-        """
+        """Ask running requests for the prefixes that newly arrived ones share with them, before they have passed that point."""
         for running in islice(self._waiting, _LOOK_AHEAD):
             if not running.was_examined:
                 running.was_examined = True
-                if not self._finds_prefix_under_way(running, Match.nothing()) and self._load.is_limiting:
-                    self._coordinator.expect(self._match(running))
+                self._finds_prefix_under_way(running, Match.nothing())
 
     def _open(self, running: Running, match: Match, budget: int) -> int | None:
         """Seat a request on what of it is cached. Returns the tokens to compute now, None when memory does not suffice."""
         num_tokens, start = len(running.known_tokens), match.num_tokens
-        is_alone = not (len(self._order) or self._seated)
-        if not self._coordinator.could_open(num_tokens, match, 1.0 if is_alone else self._load.share):
+        if not self._coordinator.could_open(num_tokens, match):
             return None
         seat = self.seats.take(running)
         count = min(num_tokens - start, budget)
@@ -398,7 +359,7 @@ class Scheduler:
         running.awaits = None  # who was waited for need not be remembered
         self.seats.num_computed[seat] = start
         self._seated.append(seat)
-        self._prefilling.setdefault(self._start_of(running), {})[seat] = running
+        self._prefilling.setdefault(running.start, {})[seat] = running
         if running.explanation is None:
             self._explain(running, match)
         return count
@@ -407,7 +368,6 @@ class Scheduler:
         """Note, when a request first runs, what was reused and why not more."""
         explanation = self._coordinator.explain(running.known_tokens, match, running.request.cache)
         running.explanation, running.num_cached = explanation, match.num_tokens
-        self._load.note(explanation.num_prompt - match.num_tokens, explanation.tokens.get("evicted", 0))
         self.counters.num_prompt_tokens += explanation.num_prompt
         self.counters.num_cached_tokens += match.num_tokens
         self.counters.prompt_tokens_by_reason.update(explanation.tokens)
@@ -433,6 +393,7 @@ class Scheduler:
         at = self.seats.num_tokens[seats]
         self.seats.tokens[seats, at] = sampled
         self.seats.num_tokens[seats] = at + 1
+        self._start_order.compute(plan.num_tokens)
         self.counters.num_steps += 1
         self.counters.num_generated_tokens += len(seats)
         return self._end_finished(seats, sampled, bad)

@@ -16,6 +16,8 @@ Ints = NDArray[np.int64]
 
 #: Fills unused places of the table of stop ids; no token has it.
 NO_TOKEN = -1
+#: Tokens that a prefix must save before a request waits for it.
+MIN_SHARED = 16
 
 
 @dataclass(eq=False)
@@ -35,7 +37,9 @@ class Running:
     awaits: "Awaited | None" = None  # a running request that computes a prefix of this one, which waits for it
     has_waited: bool = False  # whether it did so once
     left: Left | None = None  # what it had written when it was preempted
-    num_overtaken: int = 0  # requests that came later and were started first
+    num_computed_before: int = 0  # tokens that the engine had computed when it came
+    num_to_compute: int | None = None  # tokens of it that were not cached when that was last looked up
+    looked_up_at: int = -1  # which choice of a request to start that was
     was_announced: bool = False  # whether the first output, with cached tokens and explanation, was sent
 
     @cached_property
@@ -47,6 +51,16 @@ class Running:
     def known_tokens(self) -> NDArray[np.int32]:
         """Prompt and output so far, of a request that has no seat."""
         return np.concatenate([self.prompt, np.array(self.output, np.int32)]) if self.output else self.prompt
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of prompt and output so far, of a request that has no seat."""
+        return len(self.prompt) + len(self.output)
+
+    @cached_property
+    def start(self) -> tuple[str, bytes]:
+        """What two requests must have in common before it is worth comparing them."""
+        return self.request.cache.salt, self.prompt[:MIN_SHARED].tobytes()
 
 
 @dataclass(frozen=True)

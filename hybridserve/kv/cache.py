@@ -105,18 +105,6 @@ class PrefixCache:
             return past.lost.kind[0]
         return match.checkpoint.origin if match.checkpoint is not None else None
 
-    def expect(self, match: Match) -> None:
-        """A request waits that will resume from here: what it needs is not the next to go."""
-        if match.text is None:
-            return
-        stamp = self._queue.stamp()
-        for run in match.text.path:
-            run.stamp = stamp
-        checkpoint = match.checkpoint
-        if checkpoint is not None and not checkpoint.evicted and not checkpoint.pinned:
-            checkpoint.stamp = stamp
-            self._queue.push(checkpoint, self._gain(checkpoint))  # its chance is certain
-
     def _pass(self, checkpoint: Checkpoint) -> None:
         checkpoint.is_passed = True
         self._odds.see(kind_of(checkpoint))

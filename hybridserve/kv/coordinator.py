@@ -139,10 +139,6 @@ class KVCacheCoordinator:
             return Match.nothing()
         return self._cache.lookup.match(tokens, salt)
 
-    def expect(self, match: Match) -> None:
-        """A request waits that will resume from this match."""
-        self._cache.expect(match)
-
     def explain(self, tokens: NDArray[np.int32], match: Match, hints: CacheHints) -> Explanation:
         """Why `match` is as long as it is."""
         if not self._caching:
@@ -154,12 +150,12 @@ class KVCacheCoordinator:
 
     # -- room -----------------------------------------------------------------------------------------------------------
 
-    def could_open(self, num_tokens: int, match: Match, share: float) -> bool:
-        """Whether a request of `num_tokens` fits beside what runs into `share` of the memory. Evicts nothing to find out.
+    def could_open(self, num_tokens: int, match: Match) -> bool:
+        """Whether a request of `num_tokens` fits beside what runs. Evicts nothing to find out.
 
         Trying instead would evict all that is cached before it fails.
         """
-        if share == 1.0 and self.plan.superpages_needed(num_tokens) <= self._arena.num_free:
+        if self.plan.superpages_needed(num_tokens) <= self._arena.num_free:
             return True
         whole, total = match.num_tokens // self._unit, 0
         for group, pool in zip(self.plan.groups, self._pools, strict=True):
@@ -168,7 +164,7 @@ class KVCacheCoordinator:
                 order = self.plan.paged.index(group)
                 pages -= sum(pool.count_live(part) for _, part in self._cache.lookup.blocks(match.text, order, 0, whole))
             total += pool.superpages_with(pages)
-        return total <= share * self.plan.num_superpages
+        return total <= self.plan.num_superpages
 
     def open(
         self, seat: int, tokens: NDArray[np.int32], num_prompt: int, match: Match, hints: CacheHints, left: "Left | None" = None

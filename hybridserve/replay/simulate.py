@@ -15,12 +15,15 @@ from hybridserve.engine.seats import Ints
 from hybridserve.kv.arena import CachePlan
 from hybridserve.kv.coordinator import KVCacheCoordinator
 from hybridserve.kv.eviction import Policy
+from hybridserve.replay.oracle import Span
 from hybridserve.replay.roofline import Roofline, Work
 from hybridserve.replay.trace import TraceRequest, tokens_of
 from hybridserve.request import EngineRequest, SamplingParams
 
 #: Passes that are planned at once at most.
 _MAX_AHEAD = 256
+#: Plans without anything to compute, one behind the other: one that ran alone may start over in empty memory.
+_MOST_IDLE = 16
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,10 @@ class Outcome:
 
     hits: list[int]
     timings: list[Timing | None]
+    order: list[int] = field(default_factory=list)  # requests by their first starts
+    spans: dict[int, Span] = field(default_factory=dict)  # of those that have ended
     clock_s: float = 0.0
+    num_computed: int = 0  # tokens, whatever for
     num_steps: int = 0
     num_preemptions: int = 0
     num_checkpoints: int = 0
@@ -60,6 +66,7 @@ class Replay:
         max_num_batched_tokens: int,
         policy: Policy,
         enable_prefix_caching: bool = True,
+        starts_in_order: bool = False,
         on_progress: Callable[[float], None] = lambda fraction: None,
     ) -> None:
         self._trace = trace
@@ -72,16 +79,18 @@ class Replay:
             enable_prefix_caching=enable_prefix_caching,
             policy=policy,
         )
-        limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, len(trace) + 1, 2**31 - 1)
+        limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, len(trace) + 1, 2**31 - 1, starts_in_order)
         self._scheduler = Scheduler(limits, self._coordinator)
         longest = max((request.answer.length for request in trace), default=1)
         self._answers: NDArray[np.int32] = np.zeros((max_num_seqs, longest + 1), np.int32)
         self._first: dict[int, float] = {}
+        self._started: set[int] = set()
+        self._preempted: set[int] = set()  # those that have started more than once
         self._outcome = Outcome([0] * len(trace), [None] * len(trace))
 
     def run(self) -> Outcome:
         """Replay the whole trace."""
-        clock, arrived, outcome, total = 0.0, 0, self._outcome, len(self._trace)
+        clock, arrived, num_idle, outcome, total = 0.0, 0, 0, self._outcome, len(self._trace)
         while arrived < total or self._scheduler.has_work:
             while arrived < total and self._trace[arrived].arrival_s <= clock:
                 self._arrive(arrived)
@@ -93,7 +102,11 @@ class Replay:
             outcome.num_refused += len(self._scheduler.take_failed())
             if plan is None:
                 clock = max(clock, next_arrival) if arrived < total else clock
+                num_idle = 0 if arrived < total else num_idle + 1
+                assert num_idle < _MOST_IDLE, f"{self._scheduler.num_waiting} requests wait, and none of them ever starts"
                 continue
+            num_idle = 0
+            outcome.num_computed += plan.num_tokens
             pass_s = self._pass_s(plan, num_passes)
             clock += pass_s * num_passes
             self._commit(plan, clock, pass_s, num_passes)
@@ -155,6 +168,11 @@ class Replay:
             number = self._number(seat)
             answer = tokens_of(self._trace[number].answer)
             self._answers[seat, : len(answer)] = answer
+            if number in self._started:
+                self._preempted.add(number)
+            else:
+                self._started.add(number)
+                self._outcome.order.append(number)
         seats = plan.seats[plan.samples]
         numbers = self._scheduler.seats.num_tokens[seats] - self._scheduler.seats.num_prompt[seats]
         for seat in seats[numbers == 0].tolist():
@@ -168,6 +186,7 @@ class Replay:
             # It ended in the pass of its own last token, which may lie before the last of the plan.
             early = num_passes - passes_of[seat_of[number]] if num_passes > 1 else 0
             self._outcome.hits[number] = ended.running.num_cached or 0
+            self._outcome.spans[number] = Span(len(self._outcome.order), number in self._preempted)
             self._outcome.timings[number] = Timing(self._first[number] - arrival, clock - early * pass_s - arrival)
 
     def _number(self, seat: int) -> int:

@@ -6,6 +6,7 @@ so what two prompts share is known without text. Must not know the engine. Calle
 
 import gzip
 import random
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,14 +56,22 @@ def _mix(key: int) -> int:
     return (key * 0x94D049BB133111EB + 0x2545F4914F6CDD1D) & (2**64 - 1)
 
 
+#: Tokens of a prompt or an answer, and milliseconds, beyond which a number in a trace is taken for a mistake.
+_MOST_TOKENS = 1 << 26
+_MOST_MS = 1e12
+
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=_MOST_TOKENS)]
+_Ms = Annotated[float, msgspec.Meta(ge=0, le=_MOST_MS)]
+
+
 class _Row(msgspec.Struct):
     """A line of a trace file."""
 
-    input_length: Annotated[int, msgspec.Meta(ge=1)]
-    output_length: Annotated[int, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=_MOST_TOKENS)]
+    output_length: _Tokens
     hash_ids: list[int]
-    timestamp: float | None = None
-    timestamp_ms: float = 0.0
+    timestamp: _Ms | None = None
+    timestamp_ms: _Ms = 0.0
     session: str | int = ""
 
     @property
@@ -73,56 +82,72 @@ class _Row(msgspec.Struct):
 def read_trace(path: str) -> list[TraceRequest]:
     """Read Mooncake-style jsonl (`.gz` too): one object a line with a time in ms, lengths, and ids of consecutive blocks.
 
-    The block's unit in tokens is what the lengths imply. With a `session`, ids count within it. Tokens behind the last id, fewer
-    than a unit, are taken for the beginning of the block that follows in the next prompt which goes on from this one; if there is
-    none, for text of their own. Raises UsageError.
+    The block's unit in tokens is what the lengths of most lines imply. With a `session`, ids count within it. Tokens behind the
+    last id, fewer than a unit, are taken for the beginning of the block that follows in the next prompt which goes on from this
+    one; if there is none, for text of their own. Raises UsageError that names the line, for one that another unit would fit, too.
     """
-    try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-            decoder = msgspec.json.Decoder(_Row)
-            rows = [decoder.decode(line) for line in file if not line.isspace()]
-    except (OSError, EOFError, ValueError) as error:
-        hint = "each line needs input_length, output_length and hash_ids"
-        raise UsageError(f"trace {path!r}: {error}; give a jsonl file, plain or gzipped; {hint}") from error
-    unit = _unit_of(rows)
-    bases: dict[str | int, int] = {}
+    rows = _read_rows(path)
+    if not rows:
+        raise UsageError(f"trace {path!r} holds no requests; {_HINT}")
+    unit = _unit_of(path, rows)
+    numbers: dict[tuple[str | int, int], int] = {}  # of blocks, by session and id
     blocks: dict[int, Segment] = {}  # one object for each block, however many prompts have it
-    following: dict[tuple[str | int, int], list[int]] = {}  # by session and first id: ids of the next prompt
+    following: dict[tuple[str | int, int], list[int]] = {}  # by session and first id: blocks of the next prompt
     requests = []
-    for row in sorted(rows, key=lambda row: row.arrival_ms, reverse=True):
-        base = bases.setdefault(row.session, len(bases)) << 40
-        name = (row.session, row.hash_ids[0] if row.hash_ids else -1)
-        requests.append(_request(row, unit, base, following.get(name, []), blocks))
-        following[name] = row.hash_ids
+    for at, row in sorted(enumerate(rows.values()), key=lambda item: (item[1].arrival_ms, item[0]), reverse=True):
+        ids = [numbers.setdefault((row.session, block), len(numbers)) for block in row.hash_ids]
+        name = (row.session, ids[0] if ids else -1)
+        requests.append(_request(row, at, unit, ids, following.get(name, []), blocks))
+        following[name] = ids
     return requests[::-1]
 
 
-def _unit_of(rows: list[_Row]) -> int:
-    """Tokens per block: the smallest power of two at which every prompt fits its ids, but for less than a block."""
-    units = (1 << power for power in range(4, 20))
-    return next((unit for unit in units if all(row.input_length // unit <= len(row.hash_ids) for row in rows)), 1 << 20)
+_HINT = "give a jsonl file, plain or gzipped; each line needs input_length, output_length and hash_ids"
 
 
-def _request(row: _Row, unit: int, base: int, following: list[int], blocks: dict[int, Segment]) -> TraceRequest:
+def _read_rows(path: str) -> dict[int, _Row]:
+    """The rows of a file by their line numbers, from 1."""
+    rows, number, decoder = dict[int, _Row](), 0, msgspec.json.Decoder(_Row)
+    try:
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.isspace():
+                    rows[number] = decoder.decode(line)
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"trace {path!r}, line {number}: {error}; {_HINT}") from error
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise UsageError(f"trace {path!r}, after line {number}: {error}; {_HINT}") from error
+    return rows
+
+
+def _unit_of(path: str, rows: Mapping[int, _Row]) -> int:
+    """Tokens per block: the smallest power of two at which most prompts have as many ids as blocks, the last one whole or not."""
+    units = [1 << power for power in range(4, 21)]
+    fits = {unit: sum(_has_ids_for(row, unit) for row in rows.values()) for unit in units}
+    unit = max(units, key=lambda unit: fits[unit])
+    for number, row in rows.items():
+        if not _has_ids_for(row, unit):
+            raise UsageError(
+                f"trace {path!r}, line {number}: {len(row.hash_ids)} hash_ids for {row.input_length} tokens; at {unit} tokens an "
+                f"id, as {fits[unit]} of {len(rows)} lines have it, there are {row.input_length // unit}, or one more for the "
+                "rest; correct the line or leave it out"
+            )
+    return unit
+
+
+def _has_ids_for(row: _Row, unit: int) -> bool:
+    return row.input_length // unit <= len(row.hash_ids) <= -(-row.input_length // unit)
+
+
+def _request(row: _Row, number: int, unit: int, ids: list[int], following: list[int], blocks: dict[int, Segment]) -> TraceRequest:
     whole, rest = divmod(row.input_length, unit)
-    segments = [
-        blocks.get(base + block) or blocks.setdefault(base + block, Segment(base + block + 1, unit))
-        for block in row.hash_ids[:whole]
-    ]
-    own = (1 << 62) + hash_of(base, row.arrival_ms, row.input_length, row.hash_ids[-1:])
+    segments = [blocks.get(block) or blocks.setdefault(block, Segment(block + 1, unit)) for block in ids[:whole]]
+    own = (1 << 62) + 2 * number
     if rest:
-        goes_on = len(following) > whole and following[:whole] == row.hash_ids[:whole]
-        known = row.hash_ids if len(row.hash_ids) > whole else following if goes_on else []
-        segments.append(Segment(base + known[whole] + 1 if known else own + 1, rest))
+        goes_on = len(following) > whole and following[:whole] == ids[:whole]
+        known = ids if len(ids) > whole else following if goes_on else []
+        segments.append(Segment(known[whole] + 1 if known else own + 1, rest))
     return TraceRequest(row.arrival_ms / 1000, tuple(segments), Segment(own, max(1, row.output_length)))
-
-
-def hash_of(*parts: object) -> int:
-    """A stable 60-bit number from parts of a request, for text that nothing else repeats."""
-    value = 1469598103934665603
-    for byte in repr(parts).encode():
-        value = ((value ^ byte) * 1099511628211) & (2**60 - 1)
-    return value
 
 
 #: Synthetic traces by name; each takes the number of requests and a seed.
@@ -192,7 +217,7 @@ SYNTHETIC: Mapping[str, Generator] = {
 def load_trace(name: str, *, num_requests: int | None, seed: int) -> list[TraceRequest]:
     """A trace file's requests, or a synthetic trace's by name. Raises UsageError."""
     if name in SYNTHETIC:
-        made = SYNTHETIC[name](num_requests or 1000, random.Random(seed))
+        made = SYNTHETIC[name](1000 if num_requests is None else num_requests, random.Random(seed))
         return sorted(made, key=lambda request: request.arrival_s)
     if not Path(name).is_file():
         raise UsageError(f"trace {name!r} is no file, and no synthetic trace; known: {', '.join(SYNTHETIC)}")
