@@ -1,6 +1,6 @@
 """Measures this machine's rates for `hybridserve replay --calibration`, and how far the replay's clock is from the engine's.
 
-    python -m benchmarks.calibrate MODEL [--load-format dummy] [--json rates.json]
+    python -m benchmarks.calibrate MODEL [--load-format dummy] [--json rates.json] [--passes FILE]
 
 The engine runs prompts of several lengths, alone and at once, and every pass is timed. Bandwidth, FLOP rate and the fixed cost of
 a pass are those with the least median error of the modelled time over half of the passes; the other half, which the rates have
@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("model", help="a folder, config.json (with --load-format dummy) or repo id")
     parser.add_argument("--load-format", choices=("safetensors", "dummy"), default="safetensors")
     parser.add_argument("--json", help="write the rates to this file")
+    parser.add_argument("--passes", type=Path, help="write what was measured and what the rates predict to this file")
     arguments = parser.parse_args()
     core = EngineCore(
         EngineSettings(
@@ -116,7 +117,12 @@ def main() -> None:
             f"{num_prompt:>7} {num_requests:>8} {1e3 * prefill[1]:>11.2f} {1e3 * roofline.seconds(prefill[0]):>9.2f} "
             f"{1e3 * decode[1]:>10.2f} {1e3 * roofline.seconds(decode[0]):>9.2f}"
         )
-    print(f"median error on passes that were not fitted: {100 * median_error(roofline, every[1::2]):.1f} %")
+    error = median_error(roofline, every[1::2])
+    print(f"median error on passes that were not fitted: {100 * error:.1f} %")
+    if arguments.passes:
+        rows = [{"measured_ms": 1e3 * seconds, "modelled_ms": 1e3 * roofline.seconds(work)} for work, seconds in every]
+        found = {"model": arguments.model, "rates": device, "median_error": error, "passes": rows}
+        arguments.passes.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     if arguments.json:
         Path(arguments.json).write_bytes(msgspec.json.format(msgspec.json.encode(device)) + b"\n")
 

@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--only", nargs="+", help="some operations")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "ops.json")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device("cpu")
@@ -296,7 +296,7 @@ def main() -> None:
                     f"{case.operation:<20}{case.name:<24}{milliseconds[0]:>10}{milliseconds[1]:>14}{milliseconds[2]:>10}",
                     flush=True,
                 )
-    if options.only is None:
+    if options.json:
         found = {"threads": options.threads, "rounds": options.rounds, "rates": str(rates), "native": native.reason, "rows": rows}
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -419,8 +419,9 @@ def train(settings: Settings) -> None:
 
 
 @torch.no_grad()
-def evaluate_export(folder: Path, num_prompts: int = 200) -> None:
-    """Print how often transformers, loading the exported folder, generates exactly the expected answer."""
+def evaluate_export(folder: Path, num_prompts: int = 200) -> dict[str, dict[str, int]]:
+    """Print and return how often transformers, loading the exported folder, generates exactly the expected answer."""
+    exact_of: dict[str, dict[str, int]] = {}
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     for name, prompts in held_out_prompts(num_prompts, TEST_SEED).items():
@@ -438,9 +439,11 @@ def evaluate_export(folder: Path, num_prompts: int = 200) -> None:
             outcomes[num_read // LENGTH_BUCKET].append(is_exact)
         total = [exact for bucket in outcomes.values() for exact in bucket]
         print(f"{name}: {sum(total)} of {len(total)} exact")
+        exact_of[name] = {"exact": sum(total), "prompts": len(total)}
         for bucket, exact in sorted(outcomes.items()):
             first = bucket * LENGTH_BUCKET
             print(f"    {first} to {first + LENGTH_BUCKET - 1} tokens: {sum(exact)} of {len(exact)}")
+    return exact_of
 
 
 def main() -> None:
@@ -449,13 +452,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--layers", default="LF", help="a letter each: L gated delta, F full attention")
     parser.add_argument("--evaluate-only", action="store_true", help="evaluate what --out holds")
+    parser.add_argument("--json", type=Path, help="write how many answers were exact to this file")
     arguments = parser.parse_args()
     # A second thread makes tensors this small slower, and leaves no core for anything else.
     torch.set_num_threads(1)
     if not arguments.evaluate_only:
         with fast_delta_rule():
             train(Settings(out=arguments.out, steps=arguments.steps, layers=arguments.layers))
-    evaluate_export(arguments.out)
+    found = evaluate_export(arguments.out)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

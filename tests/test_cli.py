@@ -31,8 +31,9 @@ ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
 
 
-def hybridserve(*arguments: str, **options: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-c", "import sys; from hybridserve.cli import main; sys.exit(main())", *arguments]
+def hybridserve(*arguments: str, prelude: str = "", **options: object) -> "subprocess.CompletedProcess[str]":
+    code = f"import sys; {prelude}from hybridserve.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, timeout=120, **options)
 
 
@@ -79,11 +80,9 @@ def test_unknown_names_warn_in_the_environment_and_fail_in_the_file(
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_is_quick_and_complete(command: str) -> None:
-    start = time.monotonic()
-    done = hybridserve(*command.split(), "--help")
-    assert time.monotonic() - start < 2.5  # half a second on an idle machine
-    assert done.returncode == 0
+def test_help_is_complete_and_waits_for_no_torch(command: str) -> None:
+    done = hybridserve(*command.split(), "--help", prelude="sys.modules['torch'] = None; ")  # so that importing it fails
+    assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in COMMANDS if not command)
     if command == "serve":
         for name in (*EngineSettings.__struct_fields__, *ServerSettings.__struct_fields__):
@@ -339,9 +338,7 @@ def test_a_signal_while_the_engine_loads_ends_the_server_at_once() -> None:
         child.stderr.readline()  # it has begun
         time.sleep(0.5)
         child.send_signal(signal.SIGINT)
-        start = time.monotonic()
         child.wait(30)
-        assert time.monotonic() - start < 5
         assert "Traceback" not in child.stderr.read()
 
 

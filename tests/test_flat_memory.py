@@ -1,6 +1,7 @@
 """Memory is flat after warm-up: the books of scheduler and cache, an engine, and a whole server."""
 
 import gc
+import itertools
 import os
 import random
 import subprocess
@@ -137,8 +138,15 @@ def test_P10_an_engine_is_flat():
         return anonymous_nbytes(os.getpid())
 
     run(60)  # the arena's pages are touched one after another
-    before = run(20)
-    assert run(80) - before < 2 * 2**20
+    assert least_growth(lambda: run(60)) < 2**20
+
+
+def least_growth(measure, windows=3):
+    """The least that memory grew by in some windows. What leaks does so in each; what an allocator keeps back, not again."""
+    found = [measure()]
+    while len(found) <= windows and (len(found) == 1 or found[-1] - found[-2] >= 2**20):
+        found.append(measure())
+    return min(after - before for before, after in itertools.pairwise(found))
 
 
 @pytest.mark.slow
@@ -153,16 +161,17 @@ def test_P10_a_server_is_flat():
         children = [int(pid) for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()]
         with httpx.Client(base_url=url, timeout=60) as http:
             load(http, 300)
-            before = [anonymous_nbytes(pid) for pid in (server.pid, *children)]
-            load(http, 700)
-            grown = [
-                after - b for after, b in zip((anonymous_nbytes(pid) for pid in (server.pid, *children)), before, strict=True)
-            ]
+
+            def measure():
+                load(http, 350)
+                return sum(anonymous_nbytes(pid) for pid in (server.pid, *children))
+
+            grown = least_growth(measure)
     finally:
         server.terminate()
         server.wait(60)
-    assert len(grown) >= 2
-    assert max(grown) < 4 * 2**20, f"{grown} bytes more after 700 requests"
+    assert children
+    assert grown < 2 * 2**20, f"{grown} bytes more after 350 requests"
 
 
 def load(http, count):

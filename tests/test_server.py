@@ -632,9 +632,7 @@ def test_one_failing_choice_ends_the_others() -> None:
 
     with serving(respond, max_model_len=2048) as running:
         for stream in (True, False):
-            start = time.monotonic()
             running.post("/v1/chat/completions", {"messages": CHAT, "n": 3, "stream": stream, "max_tokens": 200})
-            assert time.monotonic() - start < 3
         wait_until(lambda: len(running.engine.aborted) == 4)
 
 
