@@ -11,6 +11,7 @@ transformers as it is.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import time

@@ -396,5 +396,7 @@ def test_the_package_lists_what_it_offers():
 
 
 def test_the_package_runs_as_the_command_does() -> None:
-    done = subprocess.run([sys.executable, "-m", "hybridserve", "--version"], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridserve", "--version"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert done.stdout == f"hybridserve {package.__version__}\n"
