@@ -47,14 +47,13 @@ locked:
 	$(BIN)/pip install -q --no-build-isolation --no-deps -e .
 	touch $(VENV)/.serve $(VENV)/.dev
 
-# torch is built for many kinds of machine; its line names the CPU build of Linux, and TORCH_HASH is that of the build with CUDA.
-TORCH_HASH := 60fcdcb2f3876e21146cb4524ef06397d727ca9ad5f020818547e25075fe3cb7
+# torch's line is of its CPU build for Linux; for another build, install torch first and leave that line out.
 lock:
 	test -x $(VENV)-lock/bin/python || $(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/pip install -q pip-tools
 	$(VENV)-lock/bin/pip-compile -q --generate-hashes --allow-unsafe --extra dev --strip-extras --no-emit-index-url --no-emit-find-links \
 		--no-emit-trusted-host --no-header --no-annotate -c constraints.txt --output-file requirements.lock pyproject.toml
-	sed -i 's/^torch==\([0-9.]*\)+cpu .*/torch==\1 --hash=sha256:$(TORCH_HASH) \\/' requirements.lock
+	sed -i 's/^torch==\([0-9.]*\)+cpu /torch==\1 /' requirements.lock
 	rm -rf $(VENV)-lock
 
 clean:
