@@ -116,6 +116,11 @@ def user_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
         raise MissingDependencyError(f"no cache folder: {error}; set XDG_CACHE_HOME or HOME to an absolute path") from error
 
 
+def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a child process for foreign code gets of the environment: the time zone, and no keys."""
+    return {name: environ[name] for name in ("TZ",) if name in environ}
+
+
 def let_idle_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> bool:
     """Have OpenMP's threads sleep while they wait, unless the user has decided: those that spin slow everything else down.
 

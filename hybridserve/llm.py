@@ -12,12 +12,11 @@ from typing import NamedTuple, TypeAlias, TypedDict
 import msgspec
 
 from hybridserve.config import EngineSettings, resolve
-from hybridserve.engine.chat import ChatTemplate, Message
+from hybridserve.engine.chat import ChatTemplate, Message, read_source
 from hybridserve.engine.core import EngineCore
 from hybridserve.engine.messages import EngineInfo
 from hybridserve.engine.placing import place
 from hybridserve.engine.text import Detokenizer, Tokenizer
-from hybridserve.engine.turns import Turns
 from hybridserve.errors import EngineError, RequestError, UsageError
 from hybridserve.models import resolve as resolve_model
 from hybridserve.request import CacheHints, EngineRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprob
@@ -92,8 +91,8 @@ class LLM:
         self._core: EngineCore | None = EngineCore(self._settings)
         has_tokenizer = (folder.path / "tokenizer.json").is_file()
         self._tokenizer = Tokenizer.from_folder(folder.path) if has_tokenizer else None
-        special = self._tokenizer.special_tokens if self._tokenizer is not None else {}
-        self._template = ChatTemplate.from_folder(folder.path, special_tokens=special)
+        self._template_source = read_source(folder.path)
+        self._template: ChatTemplate | None = None  # made for the first chat
         self._num_requests = 0
 
     @property
@@ -111,7 +110,7 @@ class LLM:
     @property
     def has_chat_template(self) -> bool:
         """Whether `chat` works; then a bare prompt may be nothing that the model knows how to go on from."""
-        return self._template is not None
+        return self._template_source is not None
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -131,20 +130,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[GenerationResult]:
         """Answer one chat or several, each a list of messages with `role` and `content`."""
-        if self._template is None:
-            raise UsageError("this model has no chat template; use generate()")
+        template = self._chat_template()
         chats: list[Sequence[Message]] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)  # type: ignore[list-item, arg-type]
         params = self._per_prompt(sampling_params, len(chats))
         jobs = []
         for chat, one in zip(chats, params, strict=True):
-            turns = Turns(self._template, chat)
-            ids, hints = place(self.tokenizer, turns)
-            jobs.append(_Job(turns.text, ids, one, hints))
+            rendered = template.render(chat, places=True)
+            ids, hints = place(self.tokenizer, rendered)
+            jobs.append(_Job(rendered.text, ids, one, hints))
         return self._run(jobs)
 
     def close(self) -> None:
         """Free the model and its caches. The object is of no use afterwards."""
         self._core = None
+        if self._template is not None:
+            self._template.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -157,6 +157,15 @@ class LLM:
         if self._core is None:
             raise UsageError("this LLM is closed; make a new one")
         return self._core
+
+    def _chat_template(self) -> ChatTemplate:
+        if self._template_source is None:
+            raise UsageError("this model has no chat template; use generate()")
+        if self._template is None:
+            self._template = ChatTemplate(
+                self._template_source, special_tokens=self.tokenizer.special_tokens, added_tokens=self.tokenizer.added_tokens
+            )
+        return self._template
 
     def _per_prompt(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):

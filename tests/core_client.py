@@ -71,15 +71,13 @@ async def serving(settings: EngineSettings, template: str | None = None):
     """An HTTP client of a server over a real engine, and the engine. Texts are the demo model's."""
     core = EngineCore(settings)
     tokenizer = Tokenizer.from_folder(DEMO)
-    special = tokenizer.special_tokens
+    texts = {"special_tokens": tokenizer.special_tokens, "added_tokens": tokenizer.added_tokens}
     app = create_app(
         CoreClient(core),
         tokenizer,
         ServerSettings(),
         "demo",
-        template=ChatTemplate(template, special_tokens=special)
-        if template
-        else ChatTemplate.from_folder(DEMO, special_tokens=special),
+        template=ChatTemplate(template, **texts) if template else ChatTemplate.from_folder(DEMO, **texts),
         sampling_defaults={"temperature": 0.0},
         is_caching_prefixes=settings.enable_prefix_caching,
     )

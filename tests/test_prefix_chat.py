@@ -9,7 +9,6 @@ from hybridserve.config import EngineSettings
 from hybridserve.engine.chat import ChatTemplate
 from hybridserve.engine.core import EngineCore
 from hybridserve.engine.text import Tokenizer
-from hybridserve.engine.turns import Turns
 from hybridserve.llm import LLM
 from hybridserve.request import CacheHints, EngineRequest, SamplingParams
 from tests import checkpoints
@@ -28,13 +27,15 @@ class Chat:
     def __init__(self):
         self.core = EngineCore(EngineSettings(model="demo", kv_cache_memory=2**27, max_num_seqs=4))
         self.tokenizer = Tokenizer.from_folder(DEMO)
-        self.template = ChatTemplate.from_folder(DEMO, special_tokens=self.tokenizer.special_tokens)
+        self.template = ChatTemplate.from_folder(
+            DEMO, special_tokens=self.tokenizer.special_tokens, added_tokens=self.tokenizer.added_tokens
+        )
         self.number = 0
 
     def turn(self, messages):
         """Prompt ids, answer ids, and the tokens that were reused."""
-        turns = Turns(self.template, messages)
-        ids, index_of = self.tokenizer.encode_at(turns.text, turns.boundaries(), add_special_tokens=False)
+        chat = self.template.render(messages, places=True)
+        ids, index_of = self.tokenizer.encode_chat(chat, chat.boundaries)
         self.number += 1
         self.core.add(
             EngineRequest(

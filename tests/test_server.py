@@ -77,7 +77,7 @@ def serving(respond: Respond = say_text, *, max_model_len: int = 256, **options:
         settings,
         "fake",
         aliases=aliases,
-        template=ChatTemplate(CHATML, special_tokens=TOKENIZER.special_tokens),
+        template=ChatTemplate(CHATML, special_tokens=TOKENIZER.special_tokens, added_tokens=TOKENIZER.added_tokens),
         sampling_defaults=defaults,
         lifecycle=lifecycle,
     )

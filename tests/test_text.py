@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from hybridserve.engine.chat import ChatTemplate
+from hybridserve.engine.chat import ChatTemplate, TemplateError, read_source
 from hybridserve.engine.generation_config import read_sampling_defaults
+from hybridserve.engine.render_job import Job
+from hybridserve.engine.rendering import Renderer
 from hybridserve.engine.text import Detokenizer, Tokenizer
-from hybridserve.errors import ModelError, RequestError
+from hybridserve.errors import ModelError, RequestError, UnsafeContentError
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
@@ -285,6 +287,11 @@ CHATS = [
 ]
 
 
+def rendering(source: str, messages: list[dict[str, object]], *, special_tokens: object = None, **options: object) -> str:
+    """What the render process would answer, without the process."""
+    return Renderer(source, special_tokens=special_tokens).chat(Job(messages=messages, **options)).placed().text
+
+
 @pytest.mark.parametrize("source", [CHATML, RICH], ids=["chatml", "rich"])
 @pytest.mark.parametrize("messages", CHATS)
 @pytest.mark.parametrize("generate", [True, False])
@@ -295,8 +302,8 @@ def test_renders_as_transformers_does(source: str, messages: list[dict[str, obje
     rendered, _ = render_jinja_template(
         [messages], chat_template=source, add_generation_prompt=generate, enable_thinking=False, **special
     )
-    template = ChatTemplate(source, special_tokens=special)
-    ours = template.render(messages, add_generation_prompt=generate, variables={"enable_thinking": False})
+    options = {"add_generation_prompt": generate, "variables": {"enable_thinking": False}}
+    ours = rendering(source, messages, special_tokens=special, **options)
     assert ours == rendered[0]
 
 
@@ -308,10 +315,10 @@ def test_continues_the_final_message_as_transformers_does(source: str, tail: str
 
     messages = [{"role": "user", "content": "go"}, {"role": role, "content": tail}]
     rendered, _ = render_jinja_template([messages], chat_template=source, continue_final_message=True, bos_token="", eos_token="")
-    ours = ChatTemplate(source).render(messages, add_generation_prompt=False, continue_final_message=True)
+    ours = rendering(source, messages, add_generation_prompt=False, continue_final_message=True)
     assert ours == rendered[0]
     with pytest.raises(RequestError, match="both true"):
-        ChatTemplate(source).render(messages, continue_final_message=True)
+        rendering(source, messages, continue_final_message=True)
 
 
 def test_a_template_that_refuses_is_a_400_with_its_words() -> None:
@@ -327,41 +334,73 @@ def test_a_template_that_refuses_is_a_400_with_its_words() -> None:
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token", "_x", "chat_template"])
 def test_variables_cannot_shadow_what_the_renderer_passes(name: str) -> None:
     with pytest.raises(RequestError, match="belongs to the renderer"):
-        ChatTemplate(CHATML, special_tokens={"bos_token": "<s>"}).render(CHATS[0], variables={name: 1})
+        rendering(CHATML, CHATS[0], special_tokens={"bos_token": "<s>"}, variables={name: 1})
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__ }}",
-        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
-        "{{ messages.append(1) }}",
-        "{{ 'x' * 1000000000 }}",
-        "{{ 9 ** 999999999 }}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    ],
-)
-def test_R5_a_hostile_template_is_stopped(source: str) -> None:
-    start = time.monotonic()
-    with pytest.raises(RequestError):
-        ChatTemplate(source).render(CHATS[0], limit_s=0.2)
-    assert time.monotonic() - start < 3
+#: Templates that want too much, after a word that only the chat below has.
+HOSTILE = {
+    "dunders": "{{ ''.__class__.__mro__ }}",
+    "private names": "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "changed messages": "{{ messages.append(1) }}",
+    "repeated": "{{ 'x' * 10000000000 }}",
+    "powers": "{{ (messages | length + 8) ** 999999999 }}",
+    "loops without a call": "{% set r = range(99999) %}" + "{% for a in r %}" * 3 + "{% endfor %}" * 3,
+    "concatenated": "{% set ns = namespace(x='x' * 99999) %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "percent": "{{ '%9999999999d' % 1 }}",
+    "format": "{{ '{:>9999999999}'.format(1) }}",
+    "format filter": "{{ '%*d' | format(9999999999, 1) }}",
+    "center": "{{ 'x' | center(9999999999) }}",
+    "join": "{% set r = range(99999) | list %}{{ r | map('center', 99999) | join('-') }}",
+    "added lists": "{% set ns = namespace(x=[1]) %}{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "added text": "{% set ns = namespace(x='xx') %}{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", list(HOSTILE))
+def test_R5_a_hostile_template_is_stopped_and_the_next_chat_is_served(name: str) -> None:
+    template = ChatTemplate("{% if messages[0].content == 'go' %}" + HOSTILE[name] + "{% else %}safe{% endif %}")
+    try:
+        with pytest.raises(TemplateError) as caught:
+            template.render([{"role": "user", "content": "go"}], limit_s=1.0)
+        assert caught.value.status == 400
+        assert caught.value.kind in ("unsafe", "failed")
+        assert template.render(CHATS[0]).text == "safe"
+    finally:
+        template.close()
+
+
+@pytest.mark.parametrize("name", ["loops without a call", "concatenated"])
+def test_a_template_that_wants_too_much_of_any_chat_is_refused_at_once(name: str) -> None:
+    with pytest.raises(UnsafeContentError, match="do not serve it"):
+        ChatTemplate(HOSTILE[name])
+    with pytest.raises(UnsafeContentError, match="do not serve it"):
+        ChatTemplate("{{ 'x' | center(9999999999) }}" if name == "concatenated" else "{{ 9 ** 99999999999 }}")
 
 
 def test_templates_of_a_folder(tmp_path: Path) -> None:
-    assert ChatTemplate.from_folder(tmp_path, special_tokens={}) is None
+    assert read_source(tmp_path) is None
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    template = ChatTemplate.from_folder(tmp_path, special_tokens={})
-    assert template is not None
-    assert template.render(CHATS[0]) == "D"
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": named}))
+    assert read_source(tmp_path) == "D"
+    for wrong, word in (([{"x": 1}], r"chat_template\[0\]"), (["T"], r"chat_template\[0\]"), ({"x": 1}, "dict"), (1, "int")):
+        config.write_text(json.dumps({"chat_template": wrong}))
+        with pytest.raises(ModelError, match=word):
+            read_source(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("J")
-    template = ChatTemplate.from_folder(tmp_path, special_tokens={})
-    assert template is not None
-    assert template.render(CHATS[0]) == "J"
+    assert read_source(tmp_path) == "J"
+    (tmp_path / "chat_template.jinja").write_bytes(b"J\xff")
+    with pytest.raises(ModelError, match="UTF-8"):
+        read_source(tmp_path)
 
 
 def test_messages_without_nulls_and_with_known_roles() -> None:
-    template = ChatTemplate("{% for m in messages %}{{ m.role }}{{ m.keys()|list }}{% endfor %}")
-    text = template.render([{"role": "developer", "content": None, "reasoning": "r"}])
-    assert text == "system['thinking', 'role', 'reasoning', 'reasoning_content']"
+    source = "{% for m in messages %}{{ m.role }}{{ m.keys()|list }}{% endfor %}"
+    assert rendering(source, [{"role": "developer", "content": "x", "name": None}]) == "system['role', 'content']"
+
+
+def test_reasoning_comes_under_the_name_that_the_template_reads() -> None:
+    source = "{% for m in messages %}{{ m.thinking }}{{ m.content }}{% endfor %}"
+    assert rendering(source, [{"role": "assistant", "content": "x", "reasoning_content": "hm"}]) == "hmx"
+    source = "{% for m in messages %}{{ m['reasoning_content'] }}/{{ m.thinking }}{% endfor %}"
+    assert rendering(source, [{"role": "assistant", "content": "x", "reasoning_content": "hm"}]) == "hm/"

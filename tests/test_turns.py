@@ -2,9 +2,9 @@
 
 import pytest
 
-from hybridserve.engine.chat import ChatTemplate
+from hybridserve.engine.render_job import Job
+from hybridserve.engine.rendering import Renderer
 from hybridserve.engine.text import Tokenizer
-from hybridserve.engine.turns import Turns
 from tests.test_text import CHATML, byte_level_core
 
 #: As Qwen's: thinking is left out of all answers before the last question.
@@ -41,7 +41,7 @@ def chat(turns, *, system=True, thinks=False):
 
 
 def make(source, messages, **options):
-    return Turns(ChatTemplate(source), messages, **options)
+    return Renderer(source).chat(Job(messages=messages, **options)).turns
 
 
 def content_of(turns, index):

@@ -6,8 +6,8 @@ Owns these findings. Must not know weights. Called by `checker.py` with what the
 import hashlib
 from pathlib import Path
 
-from hybridserve.check.rendering import ANSWER, SYSTEM, TOOL, Rendering
-from hybridserve.check.report import Finding, passed, warned
+from hybridserve.check.rendering import ANSWER, SYSTEM, TOOL, USER, Rendering
+from hybridserve.check.report import Finding, failed, passed, warned
 from hybridserve.check.source import Source
 from hybridserve.config import EngineSettings
 from hybridserve.engine.features import FEATURES
@@ -77,6 +77,16 @@ def check_template(rendering: Rendering) -> list[Finding]:
         return [
             warned(
                 "chat.template", f"it does not render a single user's message: {plain.text:.300}", "take a newer release of it"
+            )
+        ]
+    if USER not in plain.text:
+        return [
+            failed(
+                "chat.template",
+                WeightsError(
+                    "the chat template leaves out what the user says, and the model would answer without the question; take it "
+                    "from the model's publisher"
+                ),
             )
         ]
     digest = hashlib.sha256(rendering.source.encode()).hexdigest()[:12]

@@ -164,14 +164,15 @@ class _Checker:
             read_tokenizer,
             text_folder,
         )
-        from hybridserve.check.sandbox import render
+        from hybridserve.check.rendering import render
 
         folder = self.attempt("chat.tokenizer", lambda: text_folder(source, self.options.settings))
         found = self.attempt("chat.tokenizer", lambda: [read_tokenizer(folder)]) if folder is not None else None
         if folder is None or found is None:
             return
         tokenizer = found[0]
-        rendering = self.attempt("content.template", lambda: render(folder, tokenizer.special_tokens if tokenizer else {}))
+        texts = (tokenizer.special_tokens, tokenizer.added_tokens) if tokenizer else ({}, {})
+        rendering = self.attempt("content.template", lambda: render(folder, *texts))
         if rendering is None:
             return
         if rendering.cases:

@@ -1,6 +1,6 @@
 """Files that could harm: pickles, and code of the model's own. Nothing of either is ever opened.
 
-Owns what counts as such. Must not know weights or templates (`sandbox.py`). Called by `checker.py`.
+Owns what counts as such. Must not know weights or templates (`rendering.py`). Called by `checker.py`.
 """
 
 from collections.abc import Mapping

@@ -1,30 +1,25 @@
-"""The child process in which a chat template is tried out, with bounds on its time and memory.
+"""A chat template tried out on a few chats, in the box that it is served in.
 
-Owns the chats that are tried and what crosses the pipe. Must not know anything of a model beside its template. Run by
-`sandbox.py` as `python -m hybridserve.check.rendering`: Jinja's sandbox stops forbidden access, but not a long loop.
+Owns the chats and what their renderings mean. Must not know anything of a model beside its template and vocabulary. Called by
+`checker.py`.
 """
 
-import resource
-import sys
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
 
-import jinja2
-import msgspec
+from hybridserve.engine.chat import ChatTemplate, Message, TemplateError, read_source
+from hybridserve.errors import ModelError, RequestError, UnsafeContentError, WeightsError
 
-from hybridserve.engine.chat import ChatTemplate, Message
-from hybridserve.errors import ModelError, RequestError
-
-#: Seconds of processor time for all renderings together.
-LIMIT_S = 2.0
-#: Bytes of address space.
-MAX_NBYTES = 2**30
-MAX_TEXT_CHARS = 2**16
-#: What the model says in the chat whose end is looked at.
+#: Seconds that one rendering may take.
+LIMIT_S = 4.0
+#: What is said in the chats, to be looked for in their renderings.
+USER = "hybridserve-user-7c1e"
 ANSWER = "hybridserve-answer-7c1e"
 SYSTEM = "hybridserve-system-7c1e"
 TOOL = "hybridserve_tool_7c1e"
 
-_USER: Message = {"role": "user", "content": "Hello."}
+_USER: Message = {"role": "user", "content": USER}
 _ANSWER: Message = {"role": "assistant", "content": ANSWER}
 _TOOLS = [
     {
@@ -36,74 +31,64 @@ _TOOLS = [
         },
     }
 ]
+_CHATS: tuple[tuple[str, list[Message], bool, bool], ...] = (
+    ("user", [_USER], True, False),
+    ("answer", [_USER, _ANSWER], False, False),
+    ("turns", [_USER, _ANSWER, _USER], True, False),
+    ("system", [{"role": "system", "content": SYSTEM}, _USER], True, False),
+    ("tools", [_USER], True, True),
+)
 
 
-class Job(msgspec.Struct, frozen=True):
-    """What to render."""
-
-    folder: str
-    special_tokens: dict[str, str]
-
-
-class Case(msgspec.Struct, frozen=True):
+class Case(NamedTuple):
     """One chat and what became of it. `text` is the rendering, or the error."""
 
     name: str
-    outcome: Literal["rendered", "refused", "failed", "unsafe"]
+    outcome: Literal["rendered", "refused"]
     text: str
 
 
-class Rendering(msgspec.Struct, frozen=True):
-    """All chats; without cases, the model has no template, or one that is none."""
+class Rendering(NamedTuple):
+    """All chats; without cases, the model has no template."""
 
-    cases: list[Case]
+    cases: Sequence[Case] = ()
     source: str = ""
-    syntax_error: str | None = None
 
     def text_of(self, name: str) -> str | None:
         """The rendering of a case, or None if it was not rendered."""
         return next((case.text for case in self.cases if case.name == name and case.outcome == "rendered"), None)
 
 
-def try_out(job: Job) -> Rendering:
-    """Render every chat."""
+def render(folder: Path, special_tokens: Mapping[str, str], added_tokens: Mapping[str, bool]) -> Rendering:
+    """Try the chat template out.
+
+    Raises WeightsError if it is none, UnsafeContentError if it takes too long, too much memory, or tries to break out.
+    """
     try:
-        template = ChatTemplate.from_folder(job.folder, special_tokens=job.special_tokens)
+        source = read_source(folder)
+        if source is None:
+            return Rendering()
+        template = ChatTemplate(source, special_tokens=special_tokens, added_tokens=added_tokens)
+    except UnsafeContentError:
+        raise
     except ModelError as error:
-        return Rendering([], syntax_error=str(error))
-    if template is None:
-        return Rendering([])
-    chats: list[tuple[str, list[Message], bool, bool]] = [
-        ("user", [_USER], True, False),
-        ("answer", [_USER, _ANSWER], False, False),
-        ("turns", [_USER, _ANSWER, _USER], True, False),
-        ("system", [{"role": "system", "content": SYSTEM}, _USER], True, False),
-        ("tools", [_USER], True, True),
-    ]
-    return Rendering([_render(template, *chat) for chat in chats], source=template.source[: 16 * MAX_TEXT_CHARS])
+        raise WeightsError(f"{error}; fetch the file again, or repair it") from error
+    try:
+        return Rendering([_render(template, *chat) for chat in _CHATS], source)
+    finally:
+        template.close()
 
 
 def _render(template: ChatTemplate, name: str, messages: list[Message], prompt: bool, tools: bool) -> Case:
     try:
-        text = template.render(messages, add_generation_prompt=prompt, tools=_TOOLS if tools else None, limit_s=LIMIT_S)
+        text = template.render(messages, add_generation_prompt=prompt, tools=_TOOLS if tools else None, limit_s=LIMIT_S).text
+    except TemplateError as error:
+        if error.kind == "unsafe":
+            raise UnsafeContentError(
+                f"the chat template misbehaves in its sandbox: rendering {name} is unsafe: {str(error)!r:.300}; do not serve it: "
+                "take the template from the model's publisher"
+            ) from error
+        return Case(name, "refused", str(error))
     except RequestError as error:
-        cause = error.__cause__
-        if isinstance(cause, jinja2.exceptions.SecurityError | OverflowError | MemoryError | RecursionError):
-            return Case(name, "unsafe", str(error))
-        is_refusal = isinstance(cause, jinja2.TemplateError) and not isinstance(cause, jinja2.UndefinedError)
-        return Case(name, "refused" if is_refusal else "failed", str(error))
-    return Case(name, "rendered", text[:MAX_TEXT_CHARS])
-
-
-def main() -> None:
-    """Read a job from standard input, write what became of it to standard output."""
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_NBYTES, MAX_NBYTES))
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = int(used.ru_utime + used.ru_stime + LIMIT_S) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
-    sys.stdout.buffer.write(msgspec.json.encode(try_out(job)))
-
-
-if __name__ == "__main__":
-    main()
+        return Case(name, "refused", str(error))
+    return Case(name, "rendered", text)

@@ -186,7 +186,7 @@ async def _load(engine: EngineSettings) -> "tuple[Service, dict[str, float | int
 
     folder = text_folder(engine.tokenizer or engine.model)
     tokenizer = Tokenizer.from_folder(folder)
-    template = ChatTemplate.from_folder(folder, special_tokens=tokenizer.special_tokens)
+    template = ChatTemplate.from_folder(folder, special_tokens=tokenizer.special_tokens, added_tokens=tokenizer.added_tokens)
     if template is None:
         raise UsageError("this model has no chat template; use hybridserve generate")
     defaults = read_sampling_defaults(text_folder(engine.model)).items()

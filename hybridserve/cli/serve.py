@@ -92,7 +92,10 @@ class Parts:
         from hybridserve.engine.text import Tokenizer
 
         tokenizer = Tokenizer.from_folder(self._text_folder)
-        template = ChatTemplate.from_folder(self._text_folder, special_tokens=tokenizer.special_tokens)
+        template = ChatTemplate.from_folder(
+            self._text_folder, special_tokens=tokenizer.special_tokens, added_tokens=tokenizer.added_tokens
+        )
+        tokenizer.prepare(template.control if template is not None else ())
         return tokenizer, template, read_sampling_defaults(text_folder(self._engine.model))
 
     def _make_app(self, client: "EngineClient", lifecycle: "Lifecycle") -> "FastAPI":

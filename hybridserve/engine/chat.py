@@ -1,74 +1,93 @@
-"""Chat templates: a list of messages into the text that the model was trained on.
+"""A model's chat template as the server and `LLM` use it: every rendering happens in a child process with bounds.
 
-Owns the sandbox that templates run in, and rendering; where messages lie in the text is found by `turns.py`. Must not know
-requests or tokens. Called by `server/` and `llm.py`, in a worker thread: a template is foreign code with a time limit.
+Owns those processes: they start when needed, stay warm, and are ended when they take too long. Must not know token ids; what runs
+in the process is `render_process.py`'s. Called in worker threads, and by `check/`.
 """
 
 import json
+import os
+import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
-from jinja2.exceptions import SecurityError
+import msgspec
 
+from hybridserve.config import child_environment
 from hybridserve.engine.generation_config import read_json
-from hybridserve.errors import ModelError, RequestError
+from hybridserve.engine.render_job import READY, Job, Opened, Opening, Placed, Refused, Reply, receive, send
+from hybridserve.errors import ModelError, OverloadedError, RequestError, UnsafeContentError
 
 Message: TypeAlias = dict[str, Any]
 
-#: Seconds that one rendering may take.
+#: Seconds that one chat may take, with all that is found out of its rendering.
 RENDER_LIMIT_S = 10.0
-#: Characters that a string may reach by repetition inside a template.
-MAX_REPEATED_CHARS = 2**20
+#: Seconds that a process may take to start, on a machine that is busy.
+START_LIMIT_S = 30.0
+#: Processes that are kept warm.
+MAX_IDLE = 2
+#: Bytes of a template's source.
+MAX_SOURCE_NBYTES = 4 * 2**20
+#: Bytes of a reply, beside some times those of the chat.
+_REPLY_NBYTES, _REPLY_TIMES = 16 * 2**20, 16
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hybridserve.engine.render_process import main; main()"
 
-_DEADLINE = "_render_deadline"
-_MAX_ERROR_CHARS = 500
-_TAIL_MARK = "~hybridserve-tail-4f1c~ "
-#: What `chat_template_kwargs` may not set, beside the special tokens and names that begin with an underscore.
-_RENDERER_NAMES = frozenset(
-    [
-        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"),
-        *("tokenize", "tokenizer", "template", "conversation", "conversations", "return_tensors", "return_dict"),
-        *("self", "raise_exception", "strftime_now", "namespace", "dict", "range"),
-    ]
-)
+
+class TemplateError(RequestError):
+    """The template gives no text for a chat. `kind`: it refuses (`refused`), breaks (`failed`) or wants too much (`unsafe`)."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message, param="messages")
+        self.kind = kind
+
+
+class RenderedChat(NamedTuple):
+    """A chat's text. Positions are characters of it."""
+
+    text: str
+    own: Sequence[tuple[int, int]] | None  # where control tokens of the template's own lie; None where all that look so are
+    control: tuple[str, ...]  # texts of control tokens; where `own` is not None, any other occurrence is plain text
+    boundaries: Sequence[int] = ()  # where a chat with the same beginning is likely to part
+    marks: Sequence[int] = ()  # where the messages end that were marked
+    #: From the end of the first question to that of the last answer before the last message.
+    history: tuple[int, int] | None = None
 
 
 class ChatTemplate:
-    """A model's chat template, compiled once. Renders as transformers' `apply_chat_template` does."""
+    """A chat template. Renders as transformers' `apply_chat_template` does, but that messages write no control tokens."""
 
-    def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None) -> None:
-        """Compile `source`. Raises ModelError when it is no template."""
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        added_tokens: Mapping[str, bool] | None = None,
+    ) -> None:
+        """`added_tokens` are the vocabulary's, each with whether it is special.
+
+        Raises ModelError when `source` is no template, UnsafeContentError when it takes too long or too much already.
+        """
         self.source = source
-        self._special_tokens = dict(special_tokens or {})
-        try:
-            self._template = _ENVIRONMENT.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ModelError(f"the chat template is not valid: line {error.lineno}: {error.message}") from error
-        self._knows_developer = "developer" in source
+        self._opening = msgspec.json.encode(
+            Opening(source=source, special_tokens=dict(special_tokens or {}), added_tokens=dict(added_tokens or {}))
+        )
+        self._idle: list[_Process] = []
+        self._lock = threading.Lock()
+        process = self._start()
+        self.control = process.control
+        self._put_back(process)
 
     @classmethod
-    def from_folder(cls, folder: str | Path, *, special_tokens: Mapping[str, str]) -> "ChatTemplate | None":
+    def from_folder(
+        cls, folder: str | Path, *, special_tokens: Mapping[str, str], added_tokens: Mapping[str, bool]
+    ) -> "ChatTemplate | None":
         """Read `chat_template.jinja`, else the one in `tokenizer_config.json`; None when the model has neither."""
-        file = Path(folder) / "chat_template.jinja"
-        if file.is_file():
-            return cls(file.read_text(encoding="utf-8"), special_tokens=special_tokens)
-        entry = read_json(Path(folder) / "tokenizer_config.json").get("chat_template")
-        if isinstance(entry, list):
-            entry = {named["name"]: named["template"] for named in entry}.get("default")
-        if entry is None:
-            return None
-        if not isinstance(entry, str):
-            raise ModelError(f"chat_template in tokenizer_config.json is {type(entry).__name__}; it must be text")
-        return cls(entry, special_tokens=special_tokens)
+        source = read_source(Path(folder))
+        return None if source is None else cls(source, special_tokens=special_tokens, added_tokens=added_tokens)
 
     def render(
         self,
@@ -78,164 +97,199 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        marked: Sequence[int] = (),
+        places: bool = False,
         limit_s: float = RENDER_LIMIT_S,
-    ) -> str:
-        """Text of a chat. `variables` are the request's `chat_template_kwargs`.
+    ) -> RenderedChat:
+        """Render a chat. `variables` are the request's `chat_template_kwargs`, `marked` numbers of messages.
 
-        With `continue_final_message` the text ends inside the last message, for the model to go on from there. Raises
-        RequestError with the template's own message when it refuses the chat.
+        `places` says whether boundaries, marks and history are wanted. With `continue_final_message` the text ends inside the last
+        message. Raises TemplateError when the template gives no text, RequestError for what is wrong with the chat itself.
         """
-        self._check_variables(variables or {})
-        if continue_final_message and add_generation_prompt:
-            raise RequestError(
-                "add_generation_prompt and continue_final_message are both true; the reply is either new or continued",
-                param="continue_final_message",
-            )
-        chat = [self._plain(message) for message in messages]
-        tail = _mark_tail(chat) if continue_final_message else ""
-        text = self._run(chat, add_generation_prompt, tools, variables or {}, time.monotonic() + limit_s)
-        return _cut_at_mark(text, tail) if continue_final_message else text
+        job = Job(
+            messages=list(messages),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            variables=dict(variables or {}),
+            marked=list(marked),
+            places=places,
+        )
+        placed = self._ask(job, limit_s)
+        return RenderedChat(placed.text, placed.own, self.control, placed.boundaries, placed.marks, placed.history)
 
-    def _run(
-        self,
-        chat: list[Message],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
-        deadline: float,
-    ) -> str:
+    def message_at(self, messages: Sequence[Message], position: int, **options: Any) -> int | None:
+        """Number of the message that holds a character of its rendering with the same `options`; None behind the last one."""
+        return self._ask(Job(messages=list(messages), find=position, **options), RENDER_LIMIT_S).message
+
+    def close(self) -> None:
+        """End the processes. A later rendering starts a new one."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.end()
+
+    def __del__(self) -> None:
+        if "_lock" in self.__dict__:  # not where the constructor failed
+            self.close()
+
+    def _ask(self, job: Job, limit_s: float) -> Placed:
         try:
-            return self._template.render(
-                {
-                    **self._special_tokens,
-                    **variables,
-                    "messages": chat,
-                    "tools": tools,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                    _DEADLINE: deadline,
-                }
-            )
-        except Exception as error:  # foreign code: it may fail in any way
-            detail = str(error)[:_MAX_ERROR_CHARS] or type(error).__name__
-            raise RequestError(f"the chat template refuses these messages: {detail}", param="messages") from error
+            body = msgspec.json.encode(job)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(
+                f"messages are no JSON: {str(error)[:200]}; send texts, numbers, lists and objects", param="messages"
+            ) from error
+        process = self._take()
+        try:
+            reply = process.ask(body, time.monotonic() + limit_s)
+        except TimeoutError:
+            process.end()
+            raise TemplateError(
+                "unsafe", f"the chat template takes longer than {limit_s:g} s for these messages; shorten the chat"
+            ) from None
+        except (OSError, EOFError, msgspec.DecodeError) as error:
+            process.end()
+            raise TemplateError(
+                "unsafe", "the chat template's process ended: these messages take it too much memory; shorten the chat"
+            ) from error
+        except BaseException:
+            process.end()  # an answer that nobody read would be the next chat's
+            raise
+        if reply.refused is not None and reply.refused.kind == "unsafe":
+            process.end()  # its memory is in pieces
+        else:
+            self._put_back(process)
+        if reply.placed is None:
+            raise _refusal(reply.refused)
+        return reply.placed
 
-    def _plain(self, message: Message) -> Message:
-        """A message as templates expect it: no nulls, reasoning under its usual names, a role that they know."""
-        plain = {key: value for key, value in message.items() if value is not None}
-        if plain.get("role") == "developer" and not self._knows_developer:
-            plain["role"] = "system"
-        reasoning = next((plain[key] for key in ("reasoning_content", "thinking", "reasoning") if key in plain), None)
-        return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    def _take(self) -> "_Process":
+        while True:
+            with self._lock:
+                process = self._idle.pop() if self._idle else None
+            if process is None:
+                return self._start()
+            if process.is_alive():
+                return process
+            process.end()
 
-    def _check_variables(self, variables: Mapping[str, Any]) -> None:
-        for name in variables:
-            if name in _RENDERER_NAMES or name in self._special_tokens or name.startswith("_"):
-                raise RequestError(
-                    f"chat_template_kwargs sets {name[:64]!r}, which belongs to the renderer; use another name",
-                    param="chat_template_kwargs",
+    def _start(self) -> "_Process":
+        process = _Process()
+        try:
+            process.open(self._opening)
+        except BaseException:
+            process.end()
+            raise
+        return process
+
+    def _put_back(self, process: "_Process") -> None:
+        with self._lock:
+            keeps = len(self._idle) < MAX_IDLE
+            if keeps:
+                self._idle.append(process)
+        if not keeps:
+            process.end()
+
+
+class _Process:
+    """One render process and the socket to it."""
+
+    def __init__(self) -> None:
+        self.control: tuple[str, ...] = ()
+        self._channel, theirs = socket.socketpair()
+        path = json.dumps([entry or os.getcwd() for entry in sys.path])
+        with theirs:
+            try:
+                self._child = subprocess.Popen(
+                    [sys.executable, "-I", "-c", _START, path],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env=child_environment(),
+                    start_new_session=True,  # signals of a terminal are the parent's matter
                 )
+            except OSError as error:
+                self._channel.close()
+                raise OverloadedError(
+                    f"no process for chat templates starts: {error.strerror}; free memory or processes"
+                ) from error
+
+    def open(self, opening: bytes) -> None:
+        """Hand the template over. Raises ModelError or UnsafeContentError."""
+        try:
+            receive(self._channel, len(READY), time.monotonic() + START_LIMIT_S)
+        except (OSError, EOFError) as error:
+            raise OverloadedError(
+                f"no process for chat templates starts within {START_LIMIT_S:g} s; free memory or processes"
+            ) from error
+        try:
+            deadline = time.monotonic() + START_LIMIT_S
+            send(self._channel, opening, deadline)
+            opened = msgspec.json.decode(receive(self._channel, len(opening) + _REPLY_NBYTES, deadline), type=Opened)
+        except (OSError, EOFError, msgspec.DecodeError) as error:
+            raise _misbehaves("it takes too long or too much memory on a few words") from error
+        if opened.is_unsafe:
+            raise _misbehaves(f"rendering one word is unsafe: {opened.error}")
+        if opened.error is not None:
+            raise ModelError(opened.error)
+        self.control = tuple(opened.control)
+
+    def ask(self, body: bytes, deadline: float) -> Reply:
+        """One job and its reply. Raises TimeoutError, OSError, EOFError and DecodeError, after which it is of no use."""
+        send(self._channel, body, deadline)
+        reply = receive(self._channel, _REPLY_TIMES * len(body) + _REPLY_NBYTES, deadline)
+        return msgspec.json.decode(reply, type=Reply)
+
+    def is_alive(self) -> bool:
+        return self._child.poll() is None
+
+    def end(self) -> None:
+        self._channel.close()
+        self._child.kill()
+        self._child.wait()
 
 
-class _Generation(jinja2.ext.Extension):
-    """The `generation` block, which marks the model's words for training, stands for what is in it."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance's attribute
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body).set_lineno(line)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's mutable namespace without private names."""
-
-    def __setitem__(self, name: str, value: object) -> None:
-        if name.startswith("_"):
-            raise SecurityError(f"a template may not set {name[:64]!r} on a namespace")
-        super().__setitem__(name, value)
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's immutable sandbox with a deadline at every call and a cap on repeated text."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call(
-        __self,  # noqa: N805 - jinja2's own names keep keyword arguments of the called function free
-        __context: jinja2.runtime.Context,
-        __obj: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if time.monotonic() > __context[_DEADLINE]:
-            raise SecurityError("it takes too long; shorten the chat")
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            raise SecurityError("a template may not use powers")
-        size = len(left) * right if isinstance(left, str | list | tuple) and isinstance(right, int) else 0
-        size = len(right) * left if isinstance(right, str | list | tuple) and isinstance(left, int) else size
-        if size > MAX_REPEATED_CHARS:
-            raise SecurityError(f"it repeats something to {size} characters; at most {MAX_REPEATED_CHARS}")
-        return super().call_binop(context, operator, left, right)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML characters, which the models never saw."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(template: str) -> str:
-    return datetime.now().strftime(template)
-
-
-def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    return dict(*args, **kwargs)
-
-
-def _make_environment() -> _Sandbox:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace, dict=_make_dict
+def _misbehaves(how: str) -> UnsafeContentError:
+    return UnsafeContentError(
+        f"the chat template misbehaves in its sandbox: {how}; do not serve it: take the template from the model's publisher"
     )
-    return environment
 
 
-_ENVIRONMENT = _make_environment()
+def read_source(folder: Path) -> str | None:
+    """A model folder's default template. Raises ModelError for what is no text."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        if file.stat().st_size > MAX_SOURCE_NBYTES:
+            raise ModelError(f"{file.name} has {file.stat().st_size} bytes; a template has at most {MAX_SOURCE_NBYTES}")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{file.name} is not UTF-8: {error}; fetch it again") from error
+    entry = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(entry, list):
+        entry = _named_templates(entry).get("default")
+    if entry is not None and not isinstance(entry, str):
+        raise ModelError(f"chat_template in tokenizer_config.json is {type(entry).__name__}; it must be text")
+    return entry
 
 
-def _mark_tail(chat: list[Message]) -> str:
-    """Append a mark to the last message's content, in place; returns that content."""
-    content = chat[-1].get("content") if chat else None
-    if not isinstance(content, str):
-        raise RequestError(
-            "continue_final_message is true, but the last message has no content to continue",
-            param="continue_final_message",
-        )
-    chat[-1] = {**chat[-1], "content": content + _TAIL_MARK}
-    return content
+def _named_templates(entries: Sequence[Any]) -> dict[Any, Any]:
+    found = {}
+    for number, entry in enumerate(entries):
+        if not (isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)):
+            raise ModelError(
+                f"chat_template[{number}] in tokenizer_config.json has no name and template; each entry must have both, as texts"
+            )
+        found[entry["name"]] = entry["template"]
+    return found
 
 
-def _cut_at_mark(text: str, tail: str) -> str:
-    """The rendering up to the mark. Where the template took the mark's own space, it would have taken the content's."""
-    position = text.rfind(_TAIL_MARK.rstrip())
-    if position < 0 or tail.strip() not in text:
-        raise RequestError(
-            "continue_final_message is true, but the model's template changes the last message; start a new reply",
-            param="continue_final_message",
-        )
-    return text[:position] if text.startswith(_TAIL_MARK, position) else text[:position].rstrip()
+def _refusal(refused: Refused | None) -> RequestError:
+    assert refused is not None, "a reply has one or the other"
+    if refused.kind == "request":
+        return RequestError(refused.message, param=refused.param)
+    verb = {"refused": "refuses these messages", "failed": "fails on these messages"}.get(
+        refused.kind, "takes too much for these messages"
+    )
+    return TemplateError(refused.kind, f"the chat template {verb}: {refused.message}")

@@ -6,22 +6,20 @@ rendering and tokenising take time.
 
 from collections.abc import Mapping, Sequence
 
+from hybridserve.engine.chat import RenderedChat
 from hybridserve.engine.text import Tokenizer
-from hybridserve.engine.turns import Turns
 from hybridserve.request import CacheHints
 
 
-def place(
-    tokenizer: Tokenizer, turns: Turns, *, marked: Sequence[int] = (), add_special_tokens: bool = False
-) -> tuple[list[int], CacheHints]:
-    """Token ids of a chat, and where in them later chats are likely to part from it. `marked` are numbers of messages."""
-    boundaries, marks, history = turns.boundaries(), [turns.end_of(index) for index in marked], turns.history()
-    positions = {*boundaries, *marks, *(history or ())}
-    ids, index_of = tokenizer.encode_at(turns.text, positions, add_special_tokens=add_special_tokens)
+def place(tokenizer: Tokenizer, chat: RenderedChat, *, add_special_tokens: bool = False) -> tuple[list[int], CacheHints]:
+    """Token ids of a chat, and where in them later chats are likely to part from it."""
+    history = chat.history
+    positions = {*chat.boundaries, *chat.marks, *(history or ())}
+    ids, index_of = tokenizer.encode_chat(chat, positions, add_special_tokens=add_special_tokens)
     return ids, CacheHints(
-        boundaries=_indices(boundaries, index_of),
-        marks=_indices(marks, index_of),
-        history=(index_of[history.start], index_of[history.end]) if history and index_of.keys() >= set(history) else None,
+        boundaries=_indices(chat.boundaries, index_of),
+        marks=_indices(chat.marks, index_of),
+        history=(index_of[history[0]], index_of[history[1]]) if history and index_of.keys() >= set(history) else None,
     )
 
 

@@ -8,13 +8,15 @@ importing transformers takes seconds.
 import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
 
+from hybridserve.engine.chat import RenderedChat
 from hybridserve.engine.generation_config import read_json, token_ids
+from hybridserve.engine.plain_text import PlainText
 from hybridserve.errors import ModelError
 
 #: Tokens that the window decoder keeps back at most, waiting for a character or a run of bytes to end.
@@ -43,6 +45,7 @@ class Tokenizer:
         self._special_ids = frozenset(token_id for token_id, token in core.get_added_tokens_decoder().items() if token.special)
         self._is_byte_level = _is_byte_level(core)
         self._bytes = _ByteTable(core)
+        self._plain_text: dict[tuple[str, ...], PlainText] = {}  # by the control tokens that it takes for text
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -69,9 +72,31 @@ class Tokenizer:
         text = self.special_tokens.get("bos_token")
         return None if text is None else self._core.token_to_id(text)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the BOS or EOS that the model's post-processor adds unless told otherwise."""
+    @property
+    def added_tokens(self) -> dict[str, bool]:
+        """Texts that are one token wherever they stand, and whether each is a special token."""
+        return {token.content: bool(token.special) for token in self._core.get_added_tokens_decoder().values()}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, control: Sequence[str] | None = None) -> list[int]:
+        """Token ids of `text`, with the BOS or EOS that the model's post-processor adds unless told otherwise.
+
+        Where `control` is given, these tokens and all special ones are plain text where `text` holds theirs.
+        """
+        if control is not None:
+            return list(self._plain(control).encode(text, (), add_special_tokens).ids)
         return list(self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def encode_chat(
+        self, chat: RenderedChat, positions: Iterable[int] = (), *, add_special_tokens: bool = False
+    ) -> tuple[list[int], dict[int, int]]:
+        """Token ids of a rendered chat, and by character position the number of tokens that end at or before it.
+
+        Control tokens are where the template wrote them; text in a message that looks like one is plain text.
+        """
+        if chat.own is None:
+            return self.encode_at(chat.text, positions, add_special_tokens=add_special_tokens)
+        encoded = self._plain(chat.control).encode(chat.text, chat.own, add_special_tokens)
+        return encoded.ids, _found(positions, len(chat.text), len(encoded.ids), encoded.token_at)
 
     def encode_at(
         self, text: str, positions: Iterable[int], *, add_special_tokens: bool = True
@@ -80,13 +105,23 @@ class Tokenizer:
         # the batch form lets other threads run meanwhile, which the single one does not
         encoding = self._core.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         ids = list(encoding.ids)
-        found = {}
-        for position in positions:
-            # Characters that are in no token (a normaliser took them) count with the token behind them.
-            near = range(position, min(position + MAX_SKIPPED_CHARS, len(text)))
-            index = next((index for at in near if (index := encoding.char_to_token(at)) is not None), None)
-            found[position] = len(ids) if index is None and position + MAX_SKIPPED_CHARS >= len(text) else index
-        return ids, {position: index for position, index in found.items() if index is not None}
+        return ids, _found(positions, len(text), len(ids), encoding.char_to_token)
+
+    def char_in_chat(self, chat: RenderedChat, index: int, *, add_special_tokens: bool = False) -> int | None:
+        """Character of a rendered chat at which its token number `index` begins; None where that token is not of the text."""
+        if chat.own is None:
+            return self.char_at(chat.text, index, add_special_tokens=add_special_tokens)
+        return self._plain(chat.control).encode(chat.text, chat.own, add_special_tokens).char_at(index)
+
+    def prepare(self, control: Sequence[str]) -> None:
+        """Make now what the first text with one of these tokens in it would wait for."""
+        self._plain(control)
+
+    def _plain(self, control: Sequence[str]) -> PlainText:
+        key = tuple(control)
+        if key not in self._plain_text:
+            self._plain_text[key] = PlainText(self._core, key)
+        return self._plain_text[key]
 
     def char_at(self, text: str, index: int, *, add_special_tokens: bool = True) -> int | None:
         """Character of `text` at which its token number `index` begins; None where that token is not of the text."""
@@ -303,6 +338,17 @@ class _WindowStream:
         self._context, self._pending = self._pending[:size], self._pending[size:]
         self._context_text = self._core.decode(self._context, skip_special_tokens=False)
         return text
+
+
+def _found(positions: Iterable[int], num_chars: int, num_tokens: int, token_at: Callable[[int], int | None]) -> dict[int, int]:
+    """Numbers of tokens that end at or before characters, where that can be told."""
+    found = {}
+    for position in positions:
+        # Characters that are in no token (a normaliser took them) count with the token behind them.
+        near = range(position, min(position + MAX_SKIPPED_CHARS, num_chars))
+        index = next((index for at in near if (index := token_at(at)) is not None), None)
+        found[position] = num_tokens if index is None and position + MAX_SKIPPED_CHARS >= num_chars else index
+    return {position: index for position, index in found.items() if index is not None}
 
 
 def _byte_of_char() -> dict[str, int]:

@@ -1,54 +1,41 @@
 """Where the messages of a chat lie in its rendering, and where later chats are likely to part from it.
 
 Owns no text of its own: everything is found by rendering the chat with a part left out or replaced, since what a template does to
-a message (strip its thinking, trim it, wrap it) is known to the template alone. Must not know tokens. Called by `server/` in a
-worker thread: renderings take time, and all of one object share one deadline.
+a message (strip its thinking, trim it, wrap it) is known to the template alone. Must not know tokens. Made by `rendering.py`.
 """
 
-import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
-from hybridserve.engine.chat import RENDER_LIMIT_S, ChatTemplate, Message
-from hybridserve.errors import RequestError
+from hybridserve.engine.control import Span
+from hybridserve.engine.template import Message
 
 #: Messages at the end of a chat whose ends are looked for; the first message is looked at too.
 MAX_BOUNDARIES = 3
 #: Content of messages that are not there yet, or are taken out. No text has it: it is no character.
 _PROBE = "\ufdd0"
 
-
-class Span(NamedTuple):
-    """Characters of the rendering, from `start` to before `end`."""
-
-    start: int
-    end: int
+#: Renders messages, with the beginning of a reply or not, or ending inside the last message; None where the template refuses.
+Render: TypeAlias = Callable[[Sequence[Message], bool, bool], str | None]
 
 
 class Turns:
-    """One chat and its rendering, `text`. Raises RequestError when the template refuses the chat."""
+    """One chat and its rendering, `text`."""
 
     def __init__(
         self,
-        template: ChatTemplate,
         messages: Sequence[Message],
+        text: str,
+        render: Render,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        variables: Mapping[str, Any] | None = None,
     ) -> None:
-        self._template = template
+        self.text = text
         self._messages = list(messages)
+        self._render = render
         self._generates = add_generation_prompt
         self._continues = continue_final_message
-        self._variables = variables
-        self._deadline = time.monotonic() + RENDER_LIMIT_S
-        self.text = template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-        )
 
     def boundaries(self) -> tuple[int, ...]:
         """Positions where a chat with the same beginning is likely to part, ascending.
@@ -106,18 +93,6 @@ class Turns:
         """Length of the beginning that another chat's rendering shares with `text`; None when the template refuses it."""
         rendered = self._render(chat, False, False)
         return None if rendered is None else common_chars(rendered, self.text)
-
-    def _render(self, chat: Sequence[Message], generates: bool, continues: bool) -> str | None:
-        try:
-            return self._template.render(
-                chat,
-                add_generation_prompt=generates,
-                continue_final_message=continues,
-                variables=self._variables,
-                limit_s=self._deadline - time.monotonic(),
-            )
-        except RequestError:
-            return None
 
 
 def common_chars(left: str, right: str) -> int:

@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 
-from hybridserve.engine.chat import Message
+from hybridserve.engine.chat import Message, RenderedChat
 from hybridserve.engine.placing import place
-from hybridserve.engine.turns import Turns
 from hybridserve.errors import HybridServeError, RequestError
 from hybridserve.request import MAX_CACHE_MARKS, MAX_CACHE_SALT_CHARS, CacheHints, Explanation
 from hybridserve.server.service import Service
@@ -32,8 +31,17 @@ class Prompt:
     token_ids: list[int]
     text: str | None = None
     hints: CacheHints = field(default_factory=CacheHints)  # where later prompts are likely to part from it
-    turns: Turns | None = None
+    chat: "PromptChat | None" = None
     has_special_tokens: bool = True  # whether the tokenizer added its own to `text`
+
+
+@dataclass(frozen=True)
+class PromptChat:
+    """The chat that a prompt was rendered from, and the rendering."""
+
+    messages: Sequence[Message]
+    options: Mapping[str, Any]
+    rendered: RenderedChat
 
 
 async def completion_prompts(service: Service, request: CompletionRequest) -> list[Prompt]:
@@ -73,17 +81,17 @@ async def chat_prompt(service: Service, request: ChatRequest | TokenizeRequest, 
     wants_positions = service.is_caching_prefixes and isinstance(request, ChatRequest)
     add_special = request.add_special_tokens is True
 
+    options: dict[str, Any] = {
+        "add_generation_prompt": not continues if generates is None else generates,
+        "continue_final_message": continues,
+        "variables": variables,
+    }
+
     def render() -> Prompt:
-        turns = Turns(
-            template,
-            plain,
-            add_generation_prompt=not continues if generates is None else generates,
-            continue_final_message=continues,
-            variables=variables,
-        )
-        if not wants_positions:
-            return Prompt(service.tokenizer.encode(turns.text, add_special_tokens=add_special), turns.text)
-        return _placed(service, turns, marked, add_special)
+        rendered = template.render(plain, marked=marked, places=wants_positions, **options)
+        ids, hints = place(service.tokenizer, rendered, add_special_tokens=add_special)
+        chat = PromptChat(plain, options, rendered)
+        return Prompt(ids, rendered.text, hints=hints, chat=chat, has_special_tokens=add_special)
 
     prompt = await service.workers.run(render)
     _not_empty(prompt.token_ids, "messages")
@@ -105,25 +113,19 @@ def _marked(messages: Sequence[ChatMessage]) -> list[int]:
     return found
 
 
-def _placed(service: Service, turns: Turns, marked: Sequence[int], add_special: bool) -> Prompt:
-    """The prompt of a chat with the token positions that matter to the prefix cache."""
-    ids, hints = place(service.tokenizer, turns, marked=marked, add_special_tokens=add_special)
-    return Prompt(ids, turns.text, hints=hints, turns=turns, has_special_tokens=add_special)
-
-
 async def located(service: Service, prompt: Prompt, explanation: Explanation) -> Explanation:
     """The explanation with the place where the prompt parted in words: the token's text, and the message that holds it."""
     at = explanation.parted_at
     if at is None or at >= len(prompt.token_ids):
         return explanation
     token = service.tokenizer.token_text(prompt.token_ids[at])
-    turns, text = prompt.turns, prompt.text
-    if turns is None or text is None:
+    chat, template = prompt.chat, service.template
+    if chat is None or template is None:
         return msgspec.structs.replace(explanation, parted_token=token)
 
     def find() -> int | None:
-        char = service.tokenizer.char_at(text, at, add_special_tokens=prompt.has_special_tokens)
-        return None if char is None else turns.message_at(char)
+        char = service.tokenizer.char_in_chat(chat.rendered, at, add_special_tokens=prompt.has_special_tokens)
+        return None if char is None else template.message_at(chat.messages, char, **chat.options)
 
     number: int | None = None
     with contextlib.suppress(HybridServeError):  # the answer does not wait for it, nor fail with it
