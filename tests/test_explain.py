@@ -286,13 +286,13 @@ def test_an_answer_does_not_fail_with_its_explanation(monkeypatch):
 
     async def scenario(ask, core):
         await turn(ask, [question(0)])
-        monkeypatch.setattr("hybridserve.engine.turns.Turns.message_at", refuse)
+        monkeypatch.setattr("hybridserve.engine.chat.ChatTemplate.message_at", refuse)
         said, told = await turn(ask, [question(1)])
         assert said
         assert told["parted_in_message"] is None
         assert told["parted_token"]
 
-    def refuse(self, position):
+    def refuse(self, messages, position, **options):
         raise OverloadedError("busy")
 
     over_http(scenario)

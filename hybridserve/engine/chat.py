@@ -103,7 +103,7 @@ class ChatTemplate:
     ) -> RenderedChat:
         """Render a chat. `variables` are the request's `chat_template_kwargs`, `marked` numbers of messages.
 
-        `places` says whether boundaries, marks and history are wanted. With `continue_final_message` the text ends inside the last
+        `places` says whether boundaries, marks and history are wanted. With `continue_final_message` the text ends in the last
         message. Raises TemplateError when the template gives no text, RequestError for what is wrong with the chat itself.
         """
         job = Job(
