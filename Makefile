@@ -16,9 +16,9 @@ test: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
 
-# The same tests where sums run in another order: torch without vectors and with AVX2 only, native kernels without this processor's own.
+# The same tests where sums run in another order: torch without vectors and native kernels in the order of AVX-512, both for AVX2 only.
 test-instruction-sets: $(VENV)/.dev
-	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n auto --dist worksteal
+	ATEN_CPU_CAPABILITY=default PATH="$(CURDIR)/tests/compilers/sixteen-lanes:$$PATH" $(BIN)/python -m pytest -n auto --dist worksteal
 	ATEN_CPU_CAPABILITY=avx2 PATH="$(CURDIR)/tests/compilers/x86-64-v3:$$PATH" $(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.dev

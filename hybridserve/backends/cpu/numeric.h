@@ -15,7 +15,8 @@
 
 namespace hybridserve {
 
-#if defined(__AVX512F__)
+// SIXTEEN_LANES gives a processor with AVX2 the vectors of one with AVX-512, as pairs: so that the order of sums there is tested here.
+#if defined(__AVX512F__) || defined(SIXTEEN_LANES)
 constexpr int LANES = 16;
 #elif defined(__AVX__)
 constexpr int LANES = 8;
@@ -70,6 +71,13 @@ static inline vf splat(float x) { return x - vf{}; }
 static inline vf fma(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
+#elif defined(SIXTEEN_LANES)
+    __m256 half[3][2];
+    memcpy(half[0], &a, sizeof a), memcpy(half[1], &b, sizeof b), memcpy(half[2], &c, sizeof c);
+    for (int i = 0; i < 2; i++)
+        half[0][i] = _mm256_fmadd_ps(half[0][i], half[1][i], half[2][i]);
+    memcpy(&a, half[0], sizeof a);
+    return a;
 #elif defined(__FMA__)
     return _mm256_fmadd_ps(a, b, c);
 #else
@@ -152,7 +160,7 @@ typedef float v4 __attribute__((vector_size(16)));
 static inline v4 fold_to_four(vf v) {
     v4 part[LANES / 4];
     memcpy(part, &v, sizeof v);
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(SIXTEEN_LANES)
     return (part[0] + part[1]) + (part[2] + part[3]);
 #elif defined(__AVX__)
     return part[0] + part[1];
