@@ -5,7 +5,7 @@ command. Knows nothing above it. A message names the value, the limit and the re
 
     HybridServeError
     |- UsageError                 wrong flags or settings                   exit 2
-    |- ModelError
+    |- ModelError                 another file of the model is broken       exit 4
     |  |- UnsupportedModelError   an architecture or a config key           exit 3
     |  |- WeightsError            corrupt, missing or mismatched weights    exit 4
     |  |- DoesNotFitError         memory too small for the model            exit 5
@@ -39,7 +39,9 @@ class UsageError(HybridServeError):
 
 
 class ModelError(HybridServeError):
-    """The model cannot be served as it is."""
+    """The model cannot be served as it is; with no class of its own, because a file beside its weights is broken."""
+
+    exit_code = 4
 
 
 class UnsupportedModelError(ModelError):

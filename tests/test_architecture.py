@@ -12,7 +12,7 @@ PACKAGE = ROOT / "hybridserve"
 #: Lowest first. A module imports its own folder and lower floors, deferred and typing-only imports included.
 FLOORS = [
     {"errors"},
-    {"registry", "config", "origin"},
+    {"registry", "config", "origin", "json_files"},
     {"request", "batch", "kv.spec"},
     {"kv", "backends"},
     {"mixers"},

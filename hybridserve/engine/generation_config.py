@@ -3,15 +3,14 @@
 Owns that file's reading. Must not know requests or tokenizers. Called by `text.py`, `server/` and the commands.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from hybridserve.errors import ModelError
+from hybridserve.json_files import read_json_object
 
-_MAX_CONFIG_NBYTES = 64 * 2**20
 _MAX_TOKEN_ID = 2**31
 
 
@@ -45,18 +44,8 @@ def read_sampling_defaults(folder: str | Path) -> SamplingDefaults:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model folder, or an empty one when there is no such file. Raises ModelError."""
-    if not path.is_file():
-        return {}
-    if path.stat().st_size > _MAX_CONFIG_NBYTES:
-        raise ModelError(f"{path.name} has {path.stat().st_size} bytes; a config has at most {_MAX_CONFIG_NBYTES}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path.name} is not JSON: {error}; fetch it again") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path.name} holds {type(content).__name__}; it must be an object")
-    return content
+    """The object in a JSON file of a model folder, or an empty one when there is no such file. Raises WeightsError."""
+    return read_json_object(path) if path.is_file() else {}
 
 
 def token_ids(value: Any) -> list[int]:

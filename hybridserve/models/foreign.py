@@ -23,7 +23,7 @@ def folder_refusal(source: str, folder: Path) -> HybridServeError:
         return UnsupportedModelError(f"{source!r} is a diffusion pipeline; give a language model")
     gguf = next((name for name in names if name.endswith(".gguf")), None)
     if gguf is not None:
-        return _gguf(f"{source!r} holds {gguf}")
+        return gguf_refusal(f"{source!r} holds {gguf}")
     cached = [name for name in names if name.startswith("models--")]
     if "snapshots" in names or cached:
         return _cache(source, folder, cached)
@@ -38,13 +38,14 @@ def folder_refusal(source: str, folder: Path) -> HybridServeError:
 def file_refusal(source: str, path: Path) -> HybridServeError:
     """Why a single file that is no JSON is no model."""
     if path.suffix == ".gguf":
-        return _gguf(f"{source!r} is a GGUF file")
+        return gguf_refusal(f"{source!r} is a GGUF file")
     if path.suffix == ".safetensors":
         return UsageError(f"{source!r} is a file of weights; give the folder that it is in, with the config.json beside it")
     return UsageError(f"model {source!r} is a file; give the folder it is in, or a config.json with --load-format dummy")
 
 
-def _gguf(what: str) -> UnsupportedModelError:
+def gguf_refusal(what: str) -> UnsupportedModelError:
+    """Why llama.cpp's format is not read. `what` says where it was found."""
     return UnsupportedModelError(f"{what}, a format that is not read; take the release in safetensors, which has a config.json")
 
 

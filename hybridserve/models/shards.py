@@ -4,7 +4,6 @@ Owns headers, the shard index and the opening of files. Must not know models or 
 Everything in these files is hostile input: each offset, shape and dtype is held against the file.
 """
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -13,14 +12,18 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import msgspec
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridserve.errors import UnsafeContentError, WeightsError
+from hybridserve.json_files import parse_json, read_json_object
+from hybridserve.models.foreign import gguf_refusal
 from hybridserve.models.source import PICKLE_SUFFIXES
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_NBYTES = 100 * 10**6
+#: Of a file's name, on any file system.
+_MAX_NAME_NBYTES = 255
 _AGAIN = "download the file again"
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
@@ -60,6 +63,9 @@ def read_entries(folder: Path) -> dict[str, TensorEntry]:
             "download the index too"
         )
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    gguf = sorted(path.name for path in folder.glob("*.gguf"))
+    if gguf:
+        raise gguf_refusal(f"the folder has no *.safetensors file but {gguf[0]}")
     if pickles:
         raise UnsafeContentError(
             f"the weights are only there as a pickle ({pickles[0]}), which can run code when it is opened and is never read; "
@@ -70,12 +76,12 @@ def read_entries(folder: Path) -> dict[str, TensorEntry]:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor name -> file name."""
-    content = _parse(path.read_bytes(), path.name)
-    names = content.get("weight_map") if isinstance(content, dict) else None
+    content = read_json_object(path, of_pairs=_unique)
+    names = content.get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
         raise WeightsError(f"{path.name} has no weight_map of tensor names to file names; {_AGAIN}")
     for file in names.values():
-        if Path(file).name != file or not file.endswith(".safetensors"):
+        if Path(file).name != file or not file.endswith(".safetensors") or "\0" in file or len(file.encode()) > _MAX_NAME_NBYTES:
             raise UnsafeContentError(
                 f"{path.name} names {file!r:.200}, which is not a safetensors file of its own folder; {_AGAIN}"
             )
@@ -121,10 +127,12 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             raise WeightsError(f"{path.name} is a Git LFS pointer, not the weights; fetch it with `git lfs pull`")
         if not 2 <= length <= min(MAX_HEADER_NBYTES, size - 8):
             raise WeightsError(f"{path.name} ({size} bytes) is not a safetensors file, or truncated within its header; {_AGAIN}")
-        header = _parse(file.read(length), path.name)
+        header = parse_json(file.read(length), path.name, of_pairs=_unique)
     if not isinstance(header, dict):
         raise WeightsError(f"the header of {path.name} is not a table of tensors; {_AGAIN}")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise WeightsError(f"{path.name}: __metadata__ in its header is {metadata!r:.100}, not texts by name; {_AGAIN}")
     entries = {name: _entry(path, name, value) for name, value in header.items()}
     _check_spans(path, entries, size - 8 - length)
     return entries
@@ -169,16 +177,17 @@ def read_tensors(entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, Tens
     for name, entry in entries.items():
         by_file.setdefault(entry.file, []).append(name)
     for path, names in by_file.items():
-        with safe_open(str(path), framework="pt", device="cpu") as file:
+        with _opened(path) as file:
             for name in sorted(names, key=lambda name: entries[name].start):
                 yield name, file.get_tensor(name)
 
 
-def _parse(raw: bytes, name: str) -> object:
+def _opened(path: Path) -> safe_open:
+    """The file, for reading tensors. Raises WeightsError for what the library holds against it and `read_header` did not."""
     try:
-        return json.loads(raw, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{name} is not valid JSON: {str(error)[:200]}; {_AGAIN}") from error
+        return safe_open(str(path), framework="pt", device="cpu")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise WeightsError(f"{path.name} cannot be read: {str(error)[:200]}; {_AGAIN}") from error
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -4,19 +4,18 @@ Owns reading those. Must not know architectures or weights, nor where the folder
 `loader.py` and `check-model`.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from hybridserve.errors import UnsupportedModelError, UsageError, WeightsError
+from hybridserve.errors import UnsupportedModelError, UsageError
+from hybridserve.json_files import read_json_object
 from hybridserve.models.foreign import file_refusal, folder_refusal
 from hybridserve.origin import find
 
 #: Endings of files that can run code when they are opened.
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_MAX_JSON_NBYTES = 2**24
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -92,22 +91,10 @@ def _read_config_only(source: str, path: Path, load_format: str) -> ModelFolder:
 
 
 def _read_json(path: Path) -> dict[str, object]:
-    try:
-        if path.stat().st_size > _MAX_JSON_NBYTES:
-            raise WeightsError(f"{path.name} has {path.stat().st_size:,} bytes, which no config has; download the file again")
-        content = json.loads(path.read_text(encoding="utf-8"), object_hook=_with_floats)
-    except OSError as error:
-        raise WeightsError(
-            f"{path.name} cannot be read: {error.strerror}; see to its permissions, or download it again"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{path.name} is not valid JSON: {str(error)[:200]}; download the file again") from error
-    if not isinstance(content, dict):
-        raise WeightsError(f"{path.name} holds {type(content).__name__}, not an object of keys; download the file again")
-    return content
+    return read_json_object(path, of_pairs=_with_floats)
 
 
-def _with_floats(values: dict[str, object]) -> object:
+def _with_floats(pairs: list[tuple[str, object]]) -> object:
     """Numbers that JSON has no word for, as transformers writes them: ``{"__float__": "Infinity"}``."""
-    name = values.get("__float__")
-    return float(name) if len(values) == 1 and name in ("Infinity", "-Infinity", "NaN") else values
+    name = pairs[0][1] if len(pairs) == 1 and pairs[0][0] == "__float__" else None
+    return float(name) if name in ("Infinity", "-Infinity", "NaN") and isinstance(name, str) else dict(pairs)
