@@ -69,6 +69,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     allowed_origins: Annotated[tuple[str, ...], about("origins that browsers may call from; repeatable; default: none")] = ()
     request_timeout_s: Annotated[Annotated[float, Meta(gt=0)], about("deadline of one request, in seconds")] = 3600.0
     drain_timeout_s: Annotated[Annotated[float, Meta(ge=0)], about("how long SIGTERM lets running requests finish")] = 30.0
+    step_timeout_s: Annotated[
+        Annotated[float, Meta(gt=0)],
+        about("an engine that has work and completes no step for so many seconds is killed and started again"),
+    ] = 300.0
+    spare_engine: Annotated[
+        bool, about("hold a second engine process without a model, so that a restart takes a second and not several")
+    ] = True
     max_body_nbytes: Annotated[Nbytes, about("largest request body")] = 16 * 2**20
     ui: Annotated[bool, about("the chat page at /")] = True
     ssl_keyfile: Annotated[str | None, about("TLS key file")] = None

@@ -13,8 +13,6 @@ from hybridserve.engine.text import Tokenizer
 from hybridserve.errors import OverloadedError
 from hybridserve.kv.explanation import unexplored
 from hybridserve.request import CacheHints, EngineRequest, Explanation, FinishReason, RequestOutput, TokenLogprob
-from hybridserve.server.app import create_app
-from hybridserve.server.run import Launch, serve
 
 
 def make_info(vocab_size: int, max_model_len: int = 256) -> EngineInfo:
@@ -150,6 +148,10 @@ class FakeEngine:
 
 def main(port: str, delay_s: str) -> None:
     """Serve a fake engine, for tests that need a process to send signals to."""
+    # Late: processes that only speak an engine's messages import this module, too.
+    from hybridserve.server.app import create_app
+    from hybridserve.server.run import Launch, serve
+
     folder = Path(hybridserve.__file__).parent / "demo"
     tokenizer = Tokenizer.from_folder(folder)
     tokens = tokenizer.encode("the quick brown fox jumps over the lazy dog ")

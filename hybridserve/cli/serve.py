@@ -75,11 +75,12 @@ class Parts:
         return Launch(self._server, self._start_engine, self._make_app, self._tell)
 
     async def _start_engine(self) -> "EngineClient":
-        from hybridserve.engine.client import start_engine
+        from hybridserve.engine.client import Supervision, start_engine
 
+        supervision = Supervision(step_timeout_s=self._server.step_timeout_s, keeps_spare=self._server.spare_engine)
         with loading_bar() as show:
             # Reading waits for the spawn: its imports would hold that up, and the engine's own take longer than it.
-            return await start_engine(self._engine, show, self._begin_reading)
+            return await start_engine(self._engine, show, self._begin_reading, supervision)
 
     def _begin_reading(self) -> None:
         self._reading = self._reader.submit(self._read)

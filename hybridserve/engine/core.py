@@ -83,6 +83,11 @@ class EngineCore:
         return self._scheduler.has_work
 
     @property
+    def num_steps(self) -> int:
+        """Passes that were completed since start."""
+        return self._scheduler.counters.num_steps
+
+    @property
     def num_unfinished(self) -> int:
         return self._scheduler.num_running + self._scheduler.num_waiting
 

@@ -98,16 +98,17 @@ class EngineStats(msgspec.Struct, kw_only=True, tag="engine_stats"):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """What one step produced, for all its requests."""
+    """What one step produced, for all its requests. Steps that produce nothing are told now and then by an empty one."""
 
     outputs: list[RequestOutput]
+    num_steps: int = 0  # completed since start
 
 
 class Explained(msgspec.Struct, frozen=True, tag="explained"):
-    """Answer to `AskExplanation`."""
+    """Answer to `AskExplanation`; None when explaining failed, which the engine's log tells more about."""
 
     number: int
-    explanation: Explanation
+    explanation: Explanation | None
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
@@ -143,7 +144,7 @@ class EngineClient(Protocol):
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which the engine has had work and made no progress; 0 when idle."""
+        """Seconds for which the engine has had work and completed no step; 0 when idle."""
         ...
 
     def submit(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
@@ -154,10 +155,12 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def stats(self) -> EngineStats: ...
+    async def stats(self) -> EngineStats:
+        """Gauges and counters. Raises EngineDeadError, or DeadlineError when the engine does not answer."""
+        ...
 
     async def explain(self, prompt_token_ids: list[int], cache: CacheHints) -> Explanation:
-        """What a prompt would hit now, without running it. Raises EngineDeadError."""
+        """What a prompt would hit now, without running it. Raises what `stats` raises, OverloadedError and EngineError."""
         ...
 
     async def close(self, drain_s: float) -> None:

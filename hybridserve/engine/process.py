@@ -34,8 +34,12 @@ from hybridserve.engine.messages import (
 from hybridserve.errors import HybridServeError
 from hybridserve.request import EngineRequest, RequestOutput
 
+log = logging.getLogger(__name__)
+
 #: How long an engine that has work and cannot run any waits for messages before it looks again.
 _IDLE_POLL_MS = 5
+#: While steps produce nothing to tell, as those of a long prompt, they are reported so often.
+_REPORT_STEPS_S = 1.0
 #: Loading messages are at least this far apart.
 _PROGRESS_INTERVAL_S = 0.1
 
@@ -48,6 +52,7 @@ class EngineLoop:
         self._core = core
         self._is_draining = False
         self._is_stopped = False
+        self._last_report = time.monotonic()
 
     def run(self) -> None:
         """Serve until told to stop."""
@@ -58,8 +63,10 @@ class EngineLoop:
                 outputs += stepped
                 if not stepped and self._core.num_unfinished and not outputs:
                     outputs += self._receive(wait_ms=_IDLE_POLL_MS)
-            if outputs:
-                self._send(Outputs(outputs))
+            now = time.monotonic()
+            if outputs or (self._core.has_work and now - self._last_report >= _REPORT_STEPS_S):
+                self._last_report = now
+                self._send(Outputs(outputs, self._core.num_steps))
             if self._is_draining and not self._core.has_work:
                 self._is_stopped = True
 
@@ -72,25 +79,62 @@ class EngineLoop:
         return outputs
 
     def _handle(self, data: bytes) -> list[RequestOutput]:
-        message = to_engine.decode(data)
+        try:
+            message = to_engine.decode(data)
+        except msgspec.MsgspecError as error:
+            return _refuse_unreadable(data, error)
         match message:
             case EngineRequest():
-                refusal = self._core.add(message)
-                return [refusal] if refusal is not None else []
+                return self._add(message)
             case Abort():
                 return self._core.abort(message.request_ids)
             case AskStats():
                 self._send(self._core.stats())
             case AskExplanation():
-                explanation = self._core.explain(message.prompt_token_ids, message.cache)
-                self._send(Explained(message.number, explanation))
+                self._explain(message)
             case Shutdown():
                 self._is_draining = True
                 self._is_stopped = not message.drain
         return []
 
+    def _add(self, request: EngineRequest) -> list[RequestOutput]:
+        try:
+            refusal = self._core.add(request)
+        except Exception as error:
+            log.exception("a request could not be added")
+            return [_failure(request.request_id, f"the engine could not take this request ({type(error).__name__})")]
+        return [refusal] if refusal is not None else []
+
+    def _explain(self, asked: AskExplanation) -> None:
+        explanation = None
+        try:
+            explanation = self._core.explain(asked.prompt_token_ids, asked.cache)
+        except Exception:
+            log.exception("a prompt of %d tokens could not be explained", len(asked.prompt_token_ids))
+        self._send(Explained(asked.number, explanation))
+
     def _send(self, message: FromEngine) -> None:
         self._socket.send(encoder.encode(message))
+
+
+class _Named(msgspec.Struct, tag="add"):
+    """A request of which only the name is read."""
+
+    request_id: str
+
+
+def _refuse_unreadable(data: bytes, error: Exception) -> list[RequestOutput]:
+    """The refusal of a message that is none of ours; nothing where it does not even say which request it is."""
+    log.error("a message of %d bytes cannot be read and is left out: %s", len(data), error)
+    try:
+        request_id = msgspec.msgpack.decode(data, type=_Named).request_id
+    except msgspec.MsgspecError:
+        return []
+    return [_failure(request_id, "the engine could not read this request")]
+
+
+def _failure(request_id: str, message: str) -> RequestOutput:
+    return RequestOutput(request_id=request_id, finish_reason="error", error=message, error_type="EngineError")
 
 
 def main(address: str) -> int:
