@@ -1,8 +1,8 @@
 """Which control tokens of a rendered chat the template wrote, and which only stand in somebody's message.
 
-Owns the marks that tell the two apart. A mark is a character that no text of the chat has. It breaks every control token's text
-inside a message before the template runs, is found again in what was rendered, and is taken out there. Must not know token ids.
-Runs in the child process of `render_process.py`.
+Owns their search and the marks that tell the two apart. A mark is a character that no text of the chat has. It breaks every
+control token's text inside a message before the template runs, is found again in what was rendered, and is taken out there. Must
+not know token ids. Marks are set in the child process of `render_process.py`.
 """
 
 import bisect

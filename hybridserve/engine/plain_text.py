@@ -6,14 +6,19 @@ Owns a copy of a vocabulary that knows no control tokens, and stand-ins for thos
 
 import bisect
 import itertools
+import os
 from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import tokenizers
 
 from hybridserve.errors import RequestError
 
-#: Characters that stand for a control token while a text is encoded: private ones, of which a text needs to lack three.
-_STAND_INS = [chr(at) for at in range(0xFFF80, 0xFFF80 + 48)]
+#: Random private-use characters of a stand-in: nobody can write one without knowing it, and none is ever told.
+_STAND_IN_CHARS = 12
+
+#: Whether a token takes the space to its left and right.
+_Flags: TypeAlias = tuple[bool, bool]
 
 
 class EncodedText:
@@ -33,82 +38,129 @@ class EncodedText:
         return self._starts[index] if 0 <= index < len(self._starts) else None
 
 
+class _Piece(NamedTuple):
+    """A stand-in in the changed text: where, where what it stands for begins, and what that is; None where it only cuts."""
+
+    at: int
+    start: int
+    token: str | None
+
+
 class PlainText:
     """A vocabulary in which `control` and all special tokens are plain text."""
 
     def __init__(self, core: tokenizers.Tokenizer, control: Sequence[str]) -> None:
-        self._core = tokenizers.Tokenizer.from_str(core.to_str())
-        self._core.encode_special_tokens = True
-        added = {token.content: token for token in core.get_added_tokens_decoder().values()}
-        extra = [text for text in control if text in added and not added[text].special]
-        self._core.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in extra])
-        self._added = added
-        self._id_of: dict[str, int] = {token.content: token_id for token_id, token in core.get_added_tokens_decoder().items()}
-        self._refused = frozenset(self._id_of[text] for text in added if added[text].special or text in control)
+        self._core = core
+        decoder = core.get_added_tokens_decoder()
+        self._added = {token.content: token for token in decoder.values()}
+        self._id_of: dict[str, int] = {token.content: token_id for token_id, token in decoder.items()}
+        meant = [text for text, token in self._added.items() if token.special or text in control]
+        self._control_ids = frozenset(self._id_of[text] for text in meant)
+        self._blind = tokenizers.Tokenizer.from_str(core.to_str())
+        self._blind.encode_special_tokens = True
+        self._blind.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in meant])
         # A stand-in takes the space beside it where its token does.
-        sides = [(False, False), (False, True), (True, False), (True, True)]
-        stand_ins = [
-            tokenizers.AddedToken(char, lstrip=left, rstrip=right, normalized=False, special=False)
-            for char, (left, right) in zip(_STAND_INS, itertools.cycle(sides))
-        ]
-        self._core.add_tokens(stand_ins)
-        self._kinds: dict[tuple[bool, bool], list[str]] = {side: [] for side in sides}
-        for token in stand_ins:
-            self._kinds[token.lstrip, token.rstrip].append(token.content)
+        kinds = sorted({_flags(self._added[text]) for text in meant})
+        self._stand_ins = {flags: _random_text() for flags in kinds}
+        self._cut = _random_text()
+        self._blind.add_tokens([_token(text, flags) for flags, text in self._stand_ins.items()])
+        self._blind.add_tokens([_token(self._cut, (False, False))])
+        self._stand_in_ids = frozenset(self._blind.token_to_id(text) for text in (*self._stand_ins.values(), self._cut))
+
+    @property
+    def looks_at_normalised_text(self) -> bool:
+        """Whether a text may hold a control token that is seen only once it is normalised."""
+        normalised = any(self._added[text].normalized for text, token_id in self._id_of.items() if token_id in self._control_ids)
+        return normalised and self._core.normalizer is not None
 
     def encode(self, text: str, own: Sequence[tuple[int, int]], add_special_tokens: bool) -> EncodedText:
-        """Encode `text`, whose only control tokens are the spans `own`. Raises RequestError where no stand-in is left."""
-        encoded, refused = self._encode(text, own, (), add_special_tokens)
+        """Encode `text`, whose only control tokens are among the spans `own`. Raises RequestError where it cannot be written."""
+        whole = self._core.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        found, foreign = self._control_in(whole, own)
+        if not foreign:
+            return _as_it_is(whole)
+        ours = [span for span in own if span in found]
+        encoded, refused = self._encode(text, ours, (), add_special_tokens)
         if refused:  # some vocabularies find a control token among plain pieces, too: these are cut in two
-            encoded, refused = self._encode(text, own, refused, add_special_tokens)
+            encoded, refused = self._encode(text, ours, refused, add_special_tokens)
         if refused:
-            raise RequestError("messages hold a control token's text that this vocabulary cannot write as text; leave it out")
+            raise RequestError("the text has a control token's text that this vocabulary cannot write as text; leave it out")
         return encoded
+
+    def _control_in(
+        self, encoding: tokenizers.Encoding, own: Sequence[tuple[int, int]]
+    ) -> tuple[set[tuple[int, int]], list[tuple[int, int]]]:
+        """Spans of `own` that are control tokens in an encoding, and the places of other control tokens in it."""
+        starts = [start for start, _ in own]
+        found, foreign = set(), []
+        for token_id, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token_id not in self._control_ids or first == last:
+                continue
+            at = bisect.bisect_left(starts, last) - 1  # the last span that begins before the token ends
+            if at >= 0 and own[at][1] > first:
+                found.add(own[at])
+            else:
+                foreign.append((first, last))
+        return found, foreign
 
     def _encode(
         self, text: str, own: Sequence[tuple[int, int]], cuts: Sequence[int], add_special_tokens: bool
     ) -> tuple[EncodedText, list[int]]:
         """The encoding with all of `own` replaced, cut before the characters `cuts`, and where plain text gave control tokens."""
-        free = {kind: [char for char in chars if char not in text] for kind, chars in self._kinds.items()}
-        if any(len(chars) < 2 for chars in free.values()):
-            raise RequestError(f"the text holds the characters U+{ord(_STAND_INS[0]):X} and on; leave one of them out")
-        cut = free[False, False][1]
         parts: list[str] = []
-        meant: list[tuple[int, int, str | None]] = []  # where a stand-in is in the new text, in the old one, and for what
-        marks = sorted([*((start, end) for start, end in own), *((at, at) for at in cuts)])
+        pieces: list[_Piece] = []
         end, size = 0, 0
-        for start, stop in marks:
+        for start, stop in sorted([*own, *((at, at) for at in cuts)]):
             token = text[start:stop]
-            added = self._added.get(token)
-            char = cut if start == stop else free[(added.lstrip, added.rstrip) if added is not None else (False, False)][0]
-            parts += [text[end:start], char]
+            stand_in = self._stand_ins[_flags(self._added[token])] if token else self._cut
+            parts += [text[end:start], stand_in]
             size += start - end
-            meant.append((size, start, token if start != stop else None))
-            size, end = size + 1, stop
+            pieces.append(_Piece(size, start, token or None))
+            size, end = size + len(stand_in), stop
         changed = "".join([*parts, text[end:]])
-        encoding = self._core.encode_batch([changed], add_special_tokens=add_special_tokens)[0]
-        return self._read(encoding, meant)
+        encoding = self._blind.encode_batch([changed], add_special_tokens=add_special_tokens)[0]
+        return self._read(encoding, pieces)
 
-    def _read(self, encoding: tokenizers.Encoding, meant: Sequence[tuple[int, int, str | None]]) -> tuple[EncodedText, list[int]]:
+    def _read(self, encoding: tokenizers.Encoding, pieces: Sequence[_Piece]) -> tuple[EncodedText, list[int]]:
         """The encoding of the text itself, and places to cut it at where control tokens came out of plain text."""
-        stand_ins = {self._core.token_to_id(char) for char in _STAND_INS}
-        places = [place for place, _, _ in meant]
-        shifts = [0, *itertools.accumulate(len(token or "") - 1 for _, _, token in meant)]
+        places = [piece.at for piece in pieces]
+        shifts = [0, *itertools.accumulate(len(piece.token or "") - _STAND_IN_CHARS for piece in pieces)]
         ids: list[int] = []
         starts: list[int | None] = []
         refused: list[int] = []
-        waiting = iter(meant)
+        waiting = list(reversed(pieces))
         for token_id, (first, last), special in zip(encoding.ids, encoding.offsets, encoding.special_tokens_mask, strict=True):
-            if token_id in stand_ins:
-                _, start, token = next(waiting)
-                if token is not None:
-                    ids.append(self._id_of[token])
-                    starts.append(start)
+            if token_id in self._stand_in_ids:
+                piece = waiting.pop()
+                if piece.token is not None:
+                    ids.append(self._id_of[piece.token])
+                    starts.append(piece.start)
                 continue
             start = first + shifts[bisect.bisect_left(places, first)]
             is_added = special == 1 and first == last
-            if token_id in self._refused and not is_added:
+            if token_id in self._control_ids and not is_added:
                 refused.append(start + 1)
             ids.append(token_id)
             starts.append(None if is_added else start)
+        assert not waiting, "a stand-in is a token wherever it stands"
         return EncodedText(ids, starts), refused
+
+
+def _as_it_is(encoding: tokenizers.Encoding) -> EncodedText:
+    marks = zip(encoding.offsets, encoding.special_tokens_mask, strict=True)
+    return EncodedText(
+        list(encoding.ids), [None if special == 1 and first == last else first for (first, last), special in marks]
+    )
+
+
+def _flags(token: tokenizers.AddedToken) -> _Flags:
+    return bool(token.lstrip), bool(token.rstrip)
+
+
+def _token(text: str, flags: _Flags) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(text, lstrip=flags[0], rstrip=flags[1], normalized=False, special=False)
+
+
+def _random_text() -> str:
+    drawn = os.urandom(2 * _STAND_IN_CHARS)
+    return "".join(chr(0xF0000 + int.from_bytes(drawn[at : at + 2]) % 0xFFF0) for at in range(0, len(drawn), 2))

@@ -138,10 +138,8 @@ def _format_of(template: Template, probe: Callable[[Any], list[Message]]) -> tup
     separator = parts[start + len(_ONE) : end]
     if "type" in separator or len(separator) > _MAX_SEPARATOR_CHARS:  # a list, printed as Python writes it
         return "text", None
-    whole = _render(template, probe(_ONE + separator + _TWO))
-    if whole == parts:
-        return "both", separator
-    return ("parts", separator) if whole is None or _ONE not in whole else ("text", None)
+    whole = _render(template, probe(_ONE))
+    return "both" if whole is not None and _ONE in whole else "parts", separator
 
 
 def _render(template: Template, messages: list[Message]) -> str | None:

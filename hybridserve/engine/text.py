@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from hybridserve.engine.chat import RenderedChat
+from hybridserve.engine.control import ControlTexts
 from hybridserve.engine.generation_config import read_json, token_ids
 from hybridserve.engine.plain_text import PlainText
 from hybridserve.errors import ModelError
@@ -93,9 +94,10 @@ class Tokenizer:
 
         Control tokens are where the template wrote them; text in a message that looks like one is plain text.
         """
-        if chat.own is None:
+        own = self._own(chat)
+        if own is None:
             return self.encode_at(chat.text, positions, add_special_tokens=add_special_tokens)
-        encoded = self._plain(chat.control).encode(chat.text, chat.own, add_special_tokens)
+        encoded = self._plain(chat.control).encode(chat.text, own, add_special_tokens)
         return encoded.ids, _found(positions, len(chat.text), len(encoded.ids), encoded.token_at)
 
     def encode_at(
@@ -109,9 +111,16 @@ class Tokenizer:
 
     def char_in_chat(self, chat: RenderedChat, index: int, *, add_special_tokens: bool = False) -> int | None:
         """Character of a rendered chat at which its token number `index` begins; None where that token is not of the text."""
-        if chat.own is None:
+        own = self._own(chat)
+        if own is None:
             return self.char_at(chat.text, index, add_special_tokens=add_special_tokens)
-        return self._plain(chat.control).encode(chat.text, chat.own, add_special_tokens).char_at(index)
+        return self._plain(chat.control).encode(chat.text, own, add_special_tokens).char_at(index)
+
+    def _own(self, chat: RenderedChat) -> Sequence[tuple[int, int]] | None:
+        """Where a chat's own control tokens are; None where it has no others, normalised or not."""
+        if chat.own is not None or not chat.control or not self._plain(chat.control).looks_at_normalised_text:
+            return chat.own
+        return ControlTexts(chat.control).find(chat.text)
 
     def prepare(self, control: Sequence[str]) -> None:
         """Make now what the first text with one of these tokens in it would wait for."""

@@ -64,8 +64,12 @@ def make_call(
     samplings: Sequence[SamplingParams],
     *,
     arrived: Arrived,
+    is_only_prompt: bool = False,
 ) -> Call:
-    """Choices of all prompts, prompt by prompt. Raises RequestError when they are too many."""
+    """Choices of all prompts, prompt by prompt; with `is_only_prompt` nothing is generated for the client.
+
+    Raises RequestError when they are too many.
+    """
     num_sequences = sum(sampling.n for sampling in samplings)
     if num_sequences > MAX_SEQUENCES:
         raise RequestError(f"n times the prompts is {num_sequences} sequences; at most {MAX_SEQUENCES}; lower n", param="n")
@@ -86,7 +90,18 @@ def make_call(
                 explain=explains,
                 deadline_s=service.settings.request_timeout_s,
             )
-            choices.append(Choice(len(choices), prompt, request, service.tokenizer, service.metrics, arrived.at, locate))
+            choices.append(
+                Choice(
+                    len(choices),
+                    prompt,
+                    request,
+                    service.tokenizer,
+                    service.metrics,
+                    arrived.at,
+                    locate,
+                    is_only_prompt=is_only_prompt,
+                )
+            )
     options = fields.stream_options
     return Call(
         id=arrived.call_id,

@@ -44,7 +44,7 @@ async def completion_call(service: Service, request: CompletionRequest, arrived:
         if request.echo and request.logprobs is not None and sampling.prompt_logprobs is None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
         samplings.append(sampling)
-    return make_call(service, request, prompts, samplings, arrived=arrived)
+    return make_call(service, request, prompts, samplings, arrived=arrived, is_only_prompt=only_echo)
 
 
 def completion_reply(tokenizer: Tokenizer, request: CompletionRequest, call: Call, wholes: Sequence[Delta]) -> Completion:
@@ -108,8 +108,6 @@ def _choice(
     offset: int = 0,
 ) -> CompletionChoice:
     """One choice of a reply or of an event; `with_prompt` where what concerns the prompt belongs."""
-    if request.max_tokens == 0:  # the one token that the engine must generate is not the client's
-        delta = Delta("", [], [], delta.finish_reason and "length")
     echoes = with_prompt and request.echo is True
     text = (_echo(tokenizer, choice.prompt) if echoes else "") + delta.text
     shows_prompt = with_prompt and request.prompt_logprobs is not None

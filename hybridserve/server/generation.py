@@ -53,7 +53,10 @@ class Choice:
         metrics: Metrics,
         arrival: float,
         locate: Locate,
+        *,
+        is_only_prompt: bool = False,
     ) -> None:
+        """`is_only_prompt`: the one token that the engine must generate is neither told nor counted."""
         sampling = request.sampling
         self.index = index
         self.prompt = prompt
@@ -62,6 +65,7 @@ class Choice:
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.explanation: Explanation | None = None
+        self._is_only_prompt = is_only_prompt
         self._metrics = metrics
         self._locate = locate
         self._arrival = arrival  # on the clock of time.monotonic
@@ -114,6 +118,8 @@ class Choice:
             delta = Delta(text, ids[:count], delta.logprobs[:count], "stop", self._detokenizer.stop_string)
         elif output.stop_token_id in self.request.sampling.stop_token_ids:
             delta.stop_reason = output.stop_token_id
+        if self._is_only_prompt:
+            delta = Delta("", [], [], delta.finish_reason and "length")
         self.num_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._measure_finish(delta.finish_reason)

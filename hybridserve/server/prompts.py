@@ -6,21 +6,31 @@ and explain routes.
 """
 
 import contextlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from hybridserve.engine.chat import Message, RenderedChat
 from hybridserve.engine.placing import place
 from hybridserve.errors import HybridServeError, RequestError
 from hybridserve.request import MAX_CACHE_MARKS, MAX_CACHE_SALT_CHARS, CacheHints, Explanation
 from hybridserve.server.service import Service
-from hybridserve.server.wire import MAX_PROMPTS, ChatMessage, ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
+from hybridserve.server.wire import (
+    MAX_PROMPTS,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    GenerationFields,
+    TokenizeRequest,
+    ToolCall,
+)
 
+_TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
 _BAD_SALT = re.compile(r"[\x00-\x1f\x7f-\x9f@/\\]")
 
 
@@ -61,9 +71,17 @@ async def completion_prompts(service: Service, request: CompletionRequest) -> li
     if not texts:
         return [Prompt(checked_ids(service, item, "prompt")) for item in items if isinstance(item, list)]
     add_special = request.add_special_tokens is not False
+    control = control_of(service, request.split_special_tokens)
     encode = service.tokenizer.encode
-    encoded = await service.workers.run(lambda: [encode(text, add_special_tokens=add_special) for text in texts])
+    encoded = await service.workers.run(lambda: [encode(text, add_special_tokens=add_special, control=control) for text in texts])
     return [Prompt(_not_empty(ids), text) for ids, text in zip(encoded, texts, strict=True)]
+
+
+def control_of(service: Service, split: bool | None) -> Sequence[str] | None:
+    """Control tokens that a text may not write, where the request wants its special tokens split; None where it may."""
+    if not split:
+        return None
+    return service.template.control if service.template is not None else ()
 
 
 async def chat_prompt(service: Service, request: ChatRequest | TokenizeRequest, messages: Sequence[ChatMessage]) -> Prompt:
@@ -188,37 +206,47 @@ def _not_empty(ids: list[int], param: str = "prompt") -> list[int]:
 
 
 def _as_dict(message: ChatMessage, index: int) -> Message:
-    """A message for the template: text parts joined, the arguments of earlier tool calls as objects."""
-    plain: Mapping[str, Any] = msgspec.to_builtins(message)
-    result = dict(plain)
-    result.pop("cache_control", None)  # it is for the engine; templates do not know it
-    if message.content is None and not (message.tool_calls or message.reasoning or message.reasoning_content):
+    """A message as the template's process takes it: text parts only, calls of custom tools as those of functions."""
+    content = message.content
+    is_left_out = content is UNSET and message.refusal is None
+    if is_left_out or content is None:
+        content = message.refusal
+    if content is None and not (message.tool_calls or message.reasoning or message.reasoning_content):
         field = f"messages[{index}].content"
         raise RequestError(f"{field} is missing; send a text, which may be empty", param=field)
-    if isinstance(message.content, list):
-        result["content"] = _joined(message, index)
-    for call in result.get("tool_calls") or []:
-        arguments = call["function"].get("arguments")
-        if isinstance(arguments, str):
-            call["function"]["arguments"] = _parsed(arguments)
+    result: Message = {"role": message.role}
+    if not is_left_out:
+        result["content"] = _parts(content, index) if isinstance(content, list) else content
+    for name in ("name", "reasoning_content", "reasoning", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            result[name] = value
+    if message.tool_calls:
+        result["tool_calls"] = [_call(call, index) for call in message.tool_calls]
     return result
 
 
-def _joined(message: ChatMessage, index: int) -> str:
+def _parts(parts: Sequence[ContentPart], index: int) -> list[Message]:
+    """Text parts, all of the type that templates know."""
     texts = []
-    for part in message.content or []:
-        assert not isinstance(part, str), "a string has been told apart before"
-        if part.type not in ("text", "input_text", "output_text") or part.text is None:
+    for part in parts:
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in _TEXT_TYPES or text is None:
             raise RequestError(
                 f"messages[{index}].content has a part of type {part.type[:64]!r}; this model reads text parts only",
                 param=f"messages[{index}].content",
             )
-        texts.append(part.text)
-    return "\n".join(texts)
+        texts.append({"type": "text", "text": text})
+    return texts
 
 
-def _parsed(arguments: str) -> object:
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
+def _call(call: ToolCall, index: int) -> Message:
+    """A call of a function; the free text of a custom tool is its one argument."""
+    function: Message
+    if call.function is not None:
+        function = {"name": call.function.name, "arguments": call.function.arguments}
+    elif call.custom is not None:
+        function = {"name": call.custom.name, "arguments": {"input": call.custom.input or ""}}
+    else:
+        field = f"messages[{index}].tool_calls"
+        raise RequestError(f"{field} has a call without function and custom; send one of them", param=field)
+    return {"type": "function", **({} if call.id is None else {"id": call.id}), "function": function}

@@ -19,7 +19,16 @@ from hybridserve.server.completions import CompletionEvents, completion_call, co
 from hybridserve.server.fault import send_json
 from hybridserve.server.gate import read_body
 from hybridserve.server.generation import collect_all
-from hybridserve.server.prompts import Prompt, cache_hints, chat_prompt, checked_ids, completion_prompts, located, max_tokens_for
+from hybridserve.server.prompts import (
+    Prompt,
+    cache_hints,
+    chat_prompt,
+    checked_ids,
+    completion_prompts,
+    control_of,
+    located,
+    max_tokens_for,
+)
 from hybridserve.server.replies import DetokenizeReply, TokenizeReply
 from hybridserve.server.service import Service
 from hybridserve.server.stream import send_stream, until_disconnect
@@ -106,7 +115,10 @@ class Routes:
             ids = (await chat_prompt(service, request, request.messages)).token_ids
         else:
             text, add_special = request.prompt or "", request.add_special_tokens is not False
-            ids = await service.workers.run(lambda: service.tokenizer.encode(text, add_special_tokens=add_special))
+            control = control_of(service, request.split_special_tokens)
+            ids = await service.workers.run(
+                lambda: service.tokenizer.encode(text, add_special_tokens=add_special, control=control)
+            )
         texts = [service.tokenizer.token_text(token_id) for token_id in ids] if request.return_token_strs else None
         reply = TokenizeReply(len(ids), service.client.info.max_model_len, ids, texts)
         await send_json(msgspec.json.encode(reply), send, headers=self._ignored.headers(unknown))
@@ -148,7 +160,9 @@ class Routes:
         given: str | list[str | int | list[int]] = (
             list(request.prompt) if isinstance(request.prompt, list) else request.prompt or ""
         )
-        completion = CompletionRequest(prompt=given, add_special_tokens=request.add_special_tokens)
+        completion = CompletionRequest(
+            prompt=given, add_special_tokens=request.add_special_tokens, split_special_tokens=request.split_special_tokens
+        )
         (prompt,) = await completion_prompts(self._service, completion)
         return prompt
 

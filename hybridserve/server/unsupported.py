@@ -66,6 +66,13 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     for name in raw:
         if name.startswith(_GUIDED_PREFIX) and raw[name] is not None:
             raise RequestError(f"{name[:64]} is not supported: {_GUIDED}", param=name[:64], code="unsupported_parameter")
+    # Where special tokens are left out, as by default, nothing stands between them.
+    if raw.get("spaces_between_special_tokens") and raw.get("skip_special_tokens") is False:
+        raise RequestError(
+            "spaces_between_special_tokens is not supported: text has the spaces that the vocabulary gives; leave it out",
+            param="spaces_between_special_tokens",
+            code="unsupported_parameter",
+        )
     best_of = raw.get("best_of")
     if best_of is not None and best_of != (raw.get("n") or 1):
         raise RequestError(

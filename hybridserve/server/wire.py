@@ -5,10 +5,10 @@ checked against the model (`prompts.py`) and becomes `SamplingParams` in `sampli
 """
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from hybridserve.errors import RequestError
 from hybridserve.server.unsupported import UNSUPPORTED, refuse_unsupported
@@ -79,6 +79,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     prompt: str | list[str | int | list[int]]
     max_tokens: int | None = None
     echo: bool | None = None
+    split_special_tokens: bool | None = None
     logprobs: int | None = None
 
 
@@ -86,13 +87,15 @@ class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
     """A mark: other chats begin as this one does, up to the end of the message that has it."""
 
     type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None  # as other services read it; here an entry goes when its memory is needed
 
 
 class ContentPart(msgspec.Struct):
-    """One part of a message; only text is understood."""
+    """One part of a message; only text is understood, an answer's refusal included."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
     cache_control: CacheControl | None = None
 
 
@@ -103,10 +106,18 @@ class ToolFunction(msgspec.Struct):
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(msgspec.Struct):
-    """A tool call that an earlier reply made."""
+class CustomTool(msgspec.Struct):
+    """The tool of an earlier call whose input is free text."""
 
-    function: ToolFunction
+    name: str
+    input: str | None = None
+
+
+class ToolCall(msgspec.Struct):
+    """A tool call that an earlier reply made: of a function, or of a custom tool."""
+
+    function: ToolFunction | None = None
+    custom: CustomTool | None = None
     id: str | None = None
     type: str | None = None
 
@@ -115,7 +126,8 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
     """One message of a chat. Which roles exist is the template's matter."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: str | list[ContentPart] | None = None
+    content: str | list[ContentPart] | UnsetType | None = UNSET
+    refusal: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -148,6 +160,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
+    split_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -162,6 +175,7 @@ class ExplainRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     add_special_tokens: bool | None = None
+    split_special_tokens: bool | None = None
     cache_salt: str | None = None
 
 
@@ -184,6 +198,7 @@ def read(kind: type[R], body: bytes) -> tuple[R, list[str]]:
     if not isinstance(raw, dict):
         raise RequestError("the body is not a JSON object; send an object with the fields of this route")
     refuse_unsupported(raw)
+    _make_whole(kind, raw)
     try:
         request = msgspec.convert(raw, kind, str_keys=True)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -192,6 +207,16 @@ def read(kind: type[R], body: bytes) -> tuple[R, list[str]]:
     return request, sorted(unknown)[:MAX_TOLD_NAMES] if unknown else []
 
 
+def _make_whole(kind: type[msgspec.Struct], raw: dict[str, Any]) -> None:
+    """Make 5.0 a 5 in fields that are whole numbers, in place: some languages write all numbers so."""
+    for field in msgspec.structs.fields(kind):
+        value = raw.get(field.encode_name)
+        if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_EXACT and int in get_args(field.type):
+            raw[field.encode_name] = int(value)
+
+
+#: The first whole number that a float does not tell from its neighbour.
+_MAX_EXACT = 2.0**53
 #: Fields of OpenAI's that concern its own service; nobody expects an effect here.
 _WITHOUT_EFFECT = frozenset(
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "store", "parallel_tool_calls", "best_of"}
