@@ -64,9 +64,15 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     served_model_name: Annotated[
         tuple[str, ...], about("name that clients use, instead of the model's own; the first is answered with; repeatable")
     ] = ()
-    api_key: Annotated[tuple[str, ...], about("a key that clients must send; repeatable")] = ()
+    api_key: Annotated[
+        tuple[str, ...], Meta(description="a key that clients must send; repeatable", extra={"commas": "kept"})
+    ] = ()
+    share_cache_between_keys: Annotated[bool, about("let requests of all keys find each other's prefixes")] = False
     allow_open_bind: Annotated[bool, about("listen beyond loopback without a key")] = False
     allowed_origins: Annotated[tuple[str, ...], about("origins that browsers may call from; repeatable; default: none")] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...], about("more names that a server without keys answers to, such as a proxy's; repeatable; `*` for all")
+    ] = ()
     request_timeout_s: Annotated[Annotated[float, Meta(gt=0)], about("deadline of one request, in seconds")] = 3600.0
     drain_timeout_s: Annotated[Annotated[float, Meta(ge=0)], about("how long SIGTERM lets running requests finish")] = 30.0
     step_timeout_s: Annotated[
@@ -80,6 +86,17 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ui: Annotated[bool, about("the chat page at /")] = True
     ssl_keyfile: Annotated[str | None, about("TLS key file")] = None
     ssl_certfile: Annotated[str | None, about("TLS certificate file")] = None
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a key that no client could send, and for one that is none."""
+        for key in self.api_key:
+            if not key.strip():
+                raise UsageError("an --api-key is empty, which would be no key at all; give one, or leave the setting out")
+            if key != key.strip() or not (key.isascii() and key.isprintable()):
+                raise UsageError(
+                    "an --api-key has spaces around it, or characters other than printable ASCII, which a header does not carry "
+                    "unchanged; choose another key"
+                )
 
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -170,7 +187,11 @@ def _which(error: str, values: Mapping[str, object]) -> str:
     """msgspec's error with the setting's name and value in front, if it says where it is."""
     reason, found, place = error.partition(" - at `$.")
     name = place.partition("[")[0].rstrip("`")
-    return f"setting {name} is {values.get(name)!r:.100}: {reason}" if found else f"settings: {error}"
+    return f"setting {name} is {_shown(name, values.get(name))}: {reason}" if found else f"settings: {error}"
+
+
+def _shown(name: str, value: object) -> str:
+    return "not shown here" if name == "api_key" else f"{value!r:.100}"
 
 
 def unit_of(kind: type[msgspec.Struct], name: str) -> str | None:
@@ -184,6 +205,8 @@ def _plain(kind: type[msgspec.Struct], name: str, value: Any) -> Any:
     if isinstance(value, str) and unit_of(kind, name) == "bytes":
         return parse_nbytes(value)
     field = next(field for field in msgspec.structs.fields(kind) if field.name == name)
+    if isinstance(value, str) and "'commas': 'kept'" in repr(field.type):
+        return [value]  # half a secret must not be taken for a whole one
     if isinstance(value, str) and "tuple[" in repr(field.type):
         return [part for part in value.split(",") if part]
     if value == "" and not field.required and field.default is None:

@@ -117,15 +117,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.temperature == 0.0
 
 
+#: Begins the salts that derive from API keys; no salt of a request may hold it.
+TENANT_MARK = "@"
+
+
 class CacheHints(msgspec.Struct, frozen=True, kw_only=True):
     """What the caller knows about reuse. Token positions count from the start of the prompt."""
 
     salt: str = ""  # requests with different salts never share cache entries
+    hits_only: bool = False  # others share this salt, perhaps: explanations tell what is resumed from and nothing else
     boundaries: tuple[int, ...] = ()  # positions where another request is likely to part: ends of messages
     marks: tuple[int, ...] = ()  # positions where the caller says so; they go before all others
     history: tuple[int, int] | None = None  # of a chat: where its first question ends, and its last answer
     pin: bool = False
     no_store: bool = False
+
+    @property
+    def has_own_salt(self) -> bool:
+        """Whether the caller gave the salt, rather than its key."""
+        return bool(self.salt) and not self.salt.startswith(TENANT_MARK)
 
 
 Reason: TypeAlias = Literal[

@@ -18,6 +18,8 @@ from hybridserve.request import CacheHints, EngineRequest, Explanation, RequestO
 from hybridserve.server.app import create_app
 from tests.test_prefix_chat import DEMO
 
+KEY = "the-test-key"
+
 
 class CoreClient:
     """One engine. Steps are taken whenever the event loop comes by and there is work."""
@@ -67,20 +69,25 @@ class CoreClient:
 
 
 @asynccontextmanager
-async def serving(settings: EngineSettings, template: str | None = None):
-    """An HTTP client of a server over a real engine, and the engine. Texts are the demo model's."""
+async def serving(settings: EngineSettings, template: str | None = None, **server: object):
+    """An HTTP client of a server over a real engine, and the engine. Texts are the demo model's.
+
+    The client has a key: what is explained is told in full only where the cache is shared with nobody.
+    """
+    offered = ServerSettings(**{"api_key": (KEY,), **server})
     core = EngineCore(settings)
     tokenizer = Tokenizer.from_folder(DEMO)
     texts = {"special_tokens": tokenizer.special_tokens, "added_tokens": tokenizer.added_tokens}
     app = create_app(
         CoreClient(core),
         tokenizer,
-        ServerSettings(),
+        offered,
         "demo",
         template=ChatTemplate(template, **texts) if template else ChatTemplate.from_folder(DEMO, **texts),
         sampling_defaults={"temperature": 0.0},
         is_caching_prefixes=settings.enable_prefix_caching,
     )
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as http:
         yield http, core

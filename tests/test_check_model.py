@@ -147,7 +147,7 @@ def test_limits_of_a_server_use_the_names_of_the_report(check) -> None:
     )
 
     async def ask() -> dict[str, Any]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return (await client.get("/v1/limits")).json()
 
     limits = asyncio.run(ask())

@@ -163,7 +163,7 @@ class _Local:
             request = msgspec.convert({**self._sampling, "messages": messages}, ChatRequest)
         except msgspec.ValidationError as error:
             raise RequestError(str(error)) from error
-        call = await chat_call(self._service, request, Arrived(self._ids.next(), start, explains=False))
+        call = await chat_call(self._service, request, Arrived(self._ids.next(), start, explains=False, tenant_salt=""))
         (choice,) = call.choices
         async with aclosing(choice.deltas(self._service.client)) as deltas:
             async for delta in deltas:

@@ -146,7 +146,7 @@ class KVCacheCoordinator:
         if match.text is None:
             return unexplored(len(tokens), "prompt_logprobs")
         found = self._cache.lookup.findings(tokens, match)
-        return explain(len(tokens), found, salt=hints.salt, history=hints.history)
+        return explain(len(tokens), found, hints)
 
     # -- room -----------------------------------------------------------------------------------------------------------
 

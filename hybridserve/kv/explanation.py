@@ -5,9 +5,9 @@ Owns the order in which reasons are given. Knows no pages; `PrefixCache` tells i
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hybridserve.request import Explanation, Reason
+from hybridserve.request import CacheHints, Explanation, Reason
 
 
 @dataclass(slots=True)
@@ -22,13 +22,20 @@ class Findings:
     limited_by_window: bool
     has_siblings: bool  # other text goes on from where this prompt's known text ends
 
+    def of_hits(self) -> "Findings":
+        """No more than what running the prompt would show."""
+        return replace(self, num_text=self.num_hit, num_known=self.num_hit, group_tokens={}, has_siblings=False)
+
 
 #: Tokens at the end of an answer that its request never computed: the last one is chosen and ends it.
 _NOT_COMPUTED = 1
 
 
-def explain(num_prompt: int, found: Findings, *, salt: str, history: tuple[int, int] | None) -> Explanation:
-    """Give every token of the prompt its reason. `history` is that of `CacheHints`."""
+def explain(num_prompt: int, found: Findings, hints: CacheHints) -> Explanation:
+    """Give every token of the prompt its reason."""
+    history = hints.history
+    if hints.hits_only:
+        found = found.of_hits()
     last = num_prompt - 1
     hit = min(found.num_hit, last)
     text, known = min(found.num_text, last), min(found.num_known, last)
@@ -44,7 +51,7 @@ def explain(num_prompt: int, found: Findings, *, salt: str, history: tuple[int, 
     count("evicted", known - text)
     drifted = _drift(known, min(history[1], last), history[0]) if history is not None and found.has_siblings else 0
     count("template_drift", drifted)
-    count("salted" if salt else "never_seen", last - known - drifted)
+    count("salted" if hints.has_own_salt else "never_seen", last - known - drifted)
     count("last_token", 1)
     lost = {reason: num for reason, num in tokens.items() if reason not in ("hit", "last_token")}
     limiting = min(found.group_tokens, key=lambda g: found.group_tokens[g], default=None) if hit < text else None

@@ -74,9 +74,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _routing_error)
     app.add_middleware(
         Gate,
-        keys=settings.api_key,
-        allowed_origins=settings.allowed_origins,
-        max_body_nbytes=settings.max_body_nbytes,
+        settings=settings,
         metrics=metrics,
     )
     if settings.allowed_origins:

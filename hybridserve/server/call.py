@@ -41,6 +41,7 @@ class Arrived:
     call_id: str
     at: float  # on the clock of time.monotonic
     explains: bool  # whether its header asks for an explanation
+    tenant_salt: str  # of the key that it came with
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def make_call(
     locate = partial(located, service)
     choices: list[Choice] = []
     for prompt, sampling in zip(prompts, samplings, strict=True):
-        hints = cache_hints(fields, prompt)
+        hints = cache_hints(fields, prompt, arrived.tenant_salt)
         for number in range(sampling.n):
             request = EngineRequest(
                 request_id=f"{arrived.call_id}-{len(choices)}",

@@ -15,7 +15,7 @@ from hybridserve.errors import HybridServeError, OverloadedError, RequestError
 log = logging.getLogger("hybridserve.server")
 
 
-def told(error: Exception) -> HybridServeError:
+def told(error: BaseException) -> HybridServeError:
     """The error to tell: the same when it was raised on purpose, else a plain one, and the real one goes to the log."""
     if isinstance(error, HybridServeError):
         return error

@@ -4,23 +4,26 @@ Owns authentication and the error border, as one pure ASGI middleware (a middlew
 Must not know routes beyond the public ones. Built by `app.py`.
 """
 
-import base64
-import binascii
-import hashlib
-import hmac
+import asyncio
 import logging
 import os
 import re
-from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hybridserve.errors import AuthenticationError, HybridServeError, OverloadedError, PayloadTooLargeError, RequestError
+from hybridserve.config import ServerSettings
+from hybridserve.errors import HybridServeError, OverloadedError, PayloadTooLargeError, RequestError
 from hybridserve.server.fault import send_error, told
+from hybridserve.server.hosts import HostNames, name_of
+from hybridserve.server.keys import Keys
 from hybridserve.server.metrics import Metrics
 
 #: Routes that need no key: a probe or a load balancer has none.
 PUBLIC_PATHS = frozenset({"/health", "/ready", "/version"})
+#: Where routes find the salt of the caller's part of the prefix cache.
+TENANT_SALT = "hybridserve.tenant_salt"
+#: What ends a request from outside and is no failure of it.
+_ENDINGS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 #: A client's own request id is taken over when it looks like one.
 _REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
@@ -35,16 +38,25 @@ class OriginError(RequestError):
     code = "origin_not_allowed"
 
 
+class HostError(RequestError):
+    """The request is for a name that is not this server's."""
+
+    status = 403
+    kind = "permission_error"
+    code = "host_not_allowed"
+
+
 class Gate:
     """Middleware around all routes."""
 
-    def __init__(
-        self, app: ASGIApp, *, keys: Sequence[str], allowed_origins: Sequence[str], max_body_nbytes: int, metrics: Metrics
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, settings: ServerSettings, metrics: Metrics) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-        self._allowed_origins = frozenset(allowed_origins)
-        self._max_body_nbytes = max_body_nbytes
+        self._keys = Keys(settings.api_key, share_cache=settings.share_cache_between_keys)
+        # Who has a key has it from us; without keys, the name is all that tells a browser's page of another site.
+        checks_names = not settings.api_key or bool(settings.allowed_hosts)
+        self._names = HostNames(settings.host, settings.allowed_hosts) if checks_names else None
+        self._allowed_origins = frozenset(settings.allowed_origins)
+        self._max_body_nbytes = settings.max_body_nbytes
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,15 +81,19 @@ class Gate:
         try:
             self._check(scope, headers)
             await self._app(scope, receive, send_with_id)
-        except Exception as error:
+        except _ENDINGS:
+            raise
+        except BaseException as error:  # a panic of compiled code, such as the tokenizer's, is no Exception
             fault = told(error)
             self._note(fault, request_id)
             if not has_started:
                 await send_error(fault, send_with_id)
 
     def _check(self, scope: Scope, headers: dict[bytes, str]) -> None:
+        scope[TENANT_SALT] = ""
         if scope["path"] not in PUBLIC_PATHS:
-            self._check_key(headers)
+            self._check_host(scope, headers.get(b"host", ""))
+            scope[TENANT_SALT] = self._keys.salt_of(headers)
         origin = headers.get(b"origin")
         if origin is not None and scope["method"] not in ("GET", "HEAD"):
             self._check_origin(origin, headers.get(b"host", ""))
@@ -85,20 +101,16 @@ class Gate:
         if not length.isdecimal() or int(length) > self._max_body_nbytes:
             raise too_large(self._max_body_nbytes)
 
-    def _check_key(self, headers: dict[bytes, str]) -> None:
-        if not self._digests:
-            return
-        scheme, _, given = headers.get(b"authorization", "").partition(" ")
-        if scheme.lower() == "basic":  # what browsers send for the chat page; any user name
-            given = _password(given)
-        digest = hashlib.sha256(given.strip().encode()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if not given or not any(matches):
-            said = "the API key is wrong" if given else "an API key is needed"
-            raise AuthenticationError(f"{said}; send it as 'Authorization: Bearer KEY'")
+    def _check_host(self, scope: Scope, host: str) -> None:
+        reached_at = str((scope.get("server") or ("",))[0])
+        if self._names is not None and host and not self._names.are_ours(host, reached_at):
+            raise HostError(
+                f"this server does not answer to the name {name_of(host)[:128]!r}; call it by its address, or allow the name "
+                "with --allowed-hosts"
+            )
 
     def _check_origin(self, origin: str, host: str) -> None:
-        is_same = origin.partition("://")[2] == host
+        is_same = bool(host) and origin.partition("://")[2] == host
         if not is_same and not self._allowed_origins & {origin, "*"}:
             raise OriginError(f"pages of {origin[:128]!r} may not call this server; allow them with --allowed-origins")
 
@@ -132,10 +144,3 @@ def too_large(limit: int) -> PayloadTooLargeError:
 
 def _request_id(given: str) -> str:
     return given if _REQUEST_ID.fullmatch(given) else os.urandom(12).hex()
-
-
-def _password(encoded: str) -> str:
-    try:
-        return base64.b64decode(encoded, validate=True).decode("utf-8", "replace").partition(":")[2]
-    except binascii.Error:
-        return ""

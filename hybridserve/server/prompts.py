@@ -173,8 +173,11 @@ def max_tokens_for(service: Service, prompt: Prompt, wanted: int | None, default
     return room if default is None else min(default, room)
 
 
-def cache_hints(fields: GenerationFields, prompt: Prompt) -> CacheHints:
-    """What the request says about reuse. Raises RequestError for a salt that could be mistaken for something else."""
+def cache_hints(fields: GenerationFields, prompt: Prompt, tenant_salt: str) -> CacheHints:
+    """What the request says about reuse; without a salt of its own it has that of its key.
+
+    Raises RequestError for a salt that could be mistaken for something else.
+    """
     salt = fields.cache_salt or ""
     if len(salt) > MAX_CACHE_SALT_CHARS or _BAD_SALT.search(salt):
         raise RequestError(
@@ -184,7 +187,8 @@ def cache_hints(fields: GenerationFields, prompt: Prompt) -> CacheHints:
     xargs = fields.hybrid_xargs
     return msgspec.structs.replace(
         prompt.hints,
-        salt=salt,
+        salt=salt or tenant_salt,
+        hits_only=bool(salt) or not tenant_salt,
         pin=xargs.cache.pin if xargs else False,
         no_store=xargs.cache.no_store if xargs else False,
     )

@@ -17,7 +17,7 @@ from hybridserve.server.call import Arrived, CallIds
 from hybridserve.server.chats import ChatEvents, chat_call, chat_reply
 from hybridserve.server.completions import CompletionEvents, completion_call, completion_reply
 from hybridserve.server.fault import send_json
-from hybridserve.server.gate import read_body
+from hybridserve.server.gate import TENANT_SALT, read_body
 from hybridserve.server.generation import collect_all
 from hybridserve.server.prompts import (
     Prompt,
@@ -142,8 +142,9 @@ class Routes:
             raise RequestError("give either prompt or messages", param="prompt")
         prompt = await self._prompt_to_explain(request)
         max_tokens_for(service, prompt, None, None, "max_tokens", "prompt" if request.messages is None else "messages")
-        hints = cache_hints(CompletionRequest(prompt="", cache_salt=request.cache_salt), prompt)
-        explanation = await located(service, prompt, await service.client.explain(prompt.token_ids, hints))
+        hints = cache_hints(CompletionRequest(prompt="", cache_salt=request.cache_salt), prompt, scope[TENANT_SALT])
+        with service.lifecycle.call(service.client):
+            explanation = await located(service, prompt, await service.client.explain(prompt.token_ids, hints))
         await send_json(msgspec.json.encode(explanation), send, headers=self._ignored.headers(unknown))
 
     async def _prompt_to_explain(self, request: ExplainRequest) -> Prompt:
@@ -167,7 +168,7 @@ class Routes:
         return prompt
 
     def _arrived(self, scope: Scope) -> Arrived:
-        return Arrived(self._ids.next(), time.monotonic(), _wants_explanation(scope))
+        return Arrived(self._ids.next(), time.monotonic(), _wants_explanation(scope), scope[TENANT_SALT])
 
     async def _body(self, receive: Receive) -> bytes:
         return await read_body(receive, self._service.settings.max_body_nbytes)
