@@ -18,7 +18,9 @@ from hybridserve.errors import UsageError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the replay."""
     parser.add_argument(
-        "trace", help="a jsonl file (.gz too), or a synthetic trace: shared-prefixes, conversations, branches, bursts"
+        "trace",
+        help="a jsonl file (.gz too), or a synthetic trace: shared-prefixes, conversations, branches, bursts, retrieval, agents, "
+        "trees, edits",
     )
     parser.add_argument("--model", required=True, help="a folder, config.json or repo id: its config alone is read")
     parser.add_argument("--memory", required=True, help="bytes for caches, such as 60GiB")

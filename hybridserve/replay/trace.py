@@ -150,7 +150,7 @@ def _request(row: _Row, number: int, unit: int, ids: list[int], following: list[
     return TraceRequest(row.arrival_ms / 1000, tuple(segments), Segment(own, max(1, row.output_length)))
 
 
-#: Synthetic traces by name; each takes the number of requests and a seed.
+#: Takes the number of requests and a seeded generator.
 Generator = Callable[[int, random.Random], Iterator[TraceRequest]]
 
 
@@ -206,11 +206,80 @@ def bursts(num_requests: int, rng: random.Random) -> Iterator[TraceRequest]:
         yield TraceRequest(group * 5.0, prompt, Segment(10**9 + number, rng.randint(20, 100)))
 
 
+def retrieval(num_requests: int, rng: random.Random) -> Iterator[TraceRequest]:
+    """Questions behind three of 300 documents, the best first; some documents are asked about far more often than others."""
+    lengths = [rng.randint(300, 1500) for _ in range(300)]
+    clock = 0.0
+    for number in range(num_requests):
+        clock += rng.expovariate(4.0)
+        chosen = dict.fromkeys(min(299, int(rng.paretovariate(0.7)) - 1) for _ in range(3))
+        documents = [Segment(100 + document, lengths[document]) for document in chosen]
+        question = Segment(10**6 + number, rng.randint(20, 100))
+        yield TraceRequest(clock, (Segment(1, 250), *documents, question), Segment(10**9 + number, rng.randint(30, 200)))
+
+
+def agents(num_requests: int, rng: random.Random) -> Iterator[TraceRequest]:
+    """Coding agents of 10,000 to 60,000 tokens: each turn sends all before it, the answer as it was, and what a tool returned."""
+    made, session, found = 0, 0, list[TraceRequest]()
+    while made < num_requests:
+        session += 1
+        clock = rng.uniform(0, num_requests / 2)
+        history = [Segment(1, 6000), Segment(10**6 + session * 1000, rng.randint(4000, 30_000))]
+        for turn in range(min(rng.randint(5, 30), num_requests - made)):
+            answer = Segment(10**6 + session * 1000 + 2 * turn + 1, rng.randint(30, 400))
+            found.append(TraceRequest(clock, tuple(history), answer))
+            history += [answer, Segment(answer.key + 1, int(min(5000, rng.paretovariate(0.8) * 100)))]
+            clock += rng.uniform(2, 20)
+            made += 1
+    yield from found
+
+
+def trees(num_requests: int, rng: random.Random) -> Iterator[TraceRequest]:
+    """Best of n: four answers to one prompt at once, and the same again behind each of the two best, five times."""
+    made, clock, tree = 0, 0.0, 0
+    while made < num_requests:
+        tree += 1
+        clock += rng.expovariate(1 / 10)
+        paths, now = [(Segment(1, 300), Segment(10**6 + tree, rng.randint(200, 2000)))], clock
+        for _ in range(5):
+            following = []
+            for path in paths:
+                for answer in (Segment(10**9 + made + i, rng.randint(50, 300)) for i in range(4)):
+                    yield TraceRequest(now, path, answer)
+                    following.append((*path, answer, Segment(2, 12)))
+                    made += 1
+                    if made == num_requests:
+                        return
+            paths, now = rng.sample(following, 2), now + 5.0
+
+
+def edits(num_requests: int, rng: random.Random) -> Iterator[TraceRequest]:
+    """Questions behind a long system prompt that is changed at some place after every few of them."""
+    clock, system, key = 0.0, [Segment(1, 4000)], 1
+    for number in range(num_requests):
+        clock += rng.expovariate(2.0)
+        if rng.random() < 1 / 8:
+            at, kept, key = rng.randint(200, 3800), [], key + 1
+            for segment in system:
+                kept.append(Segment(segment.key, min(segment.length, at)))
+                at -= kept[-1].length
+                if not at:
+                    break
+            system = [*kept, Segment(key, 4000 - sum(segment.length for segment in kept))]
+        question = Segment(10**6 + number, rng.randint(20, 200))
+        yield TraceRequest(clock, (*system, question), Segment(10**9 + number, rng.randint(30, 200)))
+
+
+#: Synthetic traces by name.
 SYNTHETIC: Mapping[str, Generator] = {
     "shared-prefixes": shared_prefixes,
     "conversations": conversations,
     "branches": branches,
     "bursts": bursts,
+    "retrieval": retrieval,
+    "agents": agents,
+    "trees": trees,
+    "edits": edits,
 }
 
 
