@@ -24,6 +24,8 @@ from hybridserve.kv.prefix import KEY_NBYTES, PrefixIndex, common_units
 
 #: Entries looked at in one search for memory before any that frees a page counts as good enough.
 _SEARCH_LIMIT: Final = 256
+#: What an optional checkpoint counts for beside those that are kept: that it is new says nothing of its use.
+_NEWCOMER: Final = 0.1
 #: What a window block is worth of a whole unit of text: only a prompt that resumes just behind it needs it.
 _WINDOW_SHARE: Final = 0.05
 #: Share of all slots that may hold pinned states; what is pinned beyond it is treated as any other.
@@ -198,6 +200,13 @@ class PrefixCache:
         self._queue.push(checkpoint, self._worth(checkpoint))
         return checkpoint
 
+    def would_keep(self, origin: Origin, follows: Origin | None, num_saved: int) -> bool:
+        """Whether a new checkpoint that saves so many tokens would not be the next to go, were room made for it."""
+        if all(pool.has_free or self._arena.num_free for pool in self._state_pools):
+            return True
+        worth = _NEWCOMER * self._odds.chance((origin, follows, False)) * self._gain_of(num_saved)
+        return self._queue.would_keep(worth, self._is_evictable)
+
     def offer_window(self, run: Run, group: GroupPlan, first: int, end: int) -> None:
         """Queue the window blocks of units `first` to `end` up to `run`: of use only to a prompt that resumes just behind."""
         order = self._plan.paged.index(group)
@@ -309,7 +318,9 @@ class PrefixCache:
 
     def _gain(self, checkpoint: Checkpoint) -> float:
         """Tokens that it saves per byte."""
-        saved = checkpoint.position - (checkpoint.before.position if checkpoint.before is not None else 0)
+        return self._gain_of(checkpoint.position - (checkpoint.before.position if checkpoint.before is not None else 0))
+
+    def _gain_of(self, saved: int) -> float:
         return saved / max(1, self._slot_nbytes + saved * self._kv_nbytes)
 
     def _chance(self, checkpoint: Checkpoint) -> float:

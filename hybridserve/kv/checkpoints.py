@@ -5,8 +5,14 @@ Knows no pages and no tensors. Writing a checkpoint costs no extra pass: the pas
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 from hybridserve.kv.arena import CachePlan
+
+
+#: Tokens between optional states, a multiple of the chunks that recurrent layers compute; and how many a prompt has at most.
+_LEAST_STRIDE: Final = 128
+_MOST_OPTIONAL: Final = 32
 
 
 @dataclass(frozen=True)
@@ -15,6 +21,7 @@ class CheckpointPolicy:
 
     spacing: int  # tokens between checkpoints where nothing else asks for one
     most_per_prompt: int
+    has_states: bool = True
 
     @classmethod
     def for_plan(cls, plan: CachePlan) -> "CheckpointPolicy":
@@ -25,13 +32,24 @@ class CheckpointPolicy:
         """
         unit = plan.match_unit
         if not plan.states:
-            return cls(spacing=2**62, most_per_prompt=2**62)
+            return cls(spacing=2**62, most_per_prompt=2**62, has_states=False)
         slots = min(plan.num_superpages * group.pages_per_superpage for group in plan.states)
         most = max(2, slots // 8)
         if not plan.kv_nbytes_per_token:
             return cls(spacing=4096, most_per_prompt=most)
         weight = plan.state_nbytes_per_sequence / plan.kv_nbytes_per_token
         return cls(spacing=max(unit, -(-int(weight) // unit) * unit), most_per_prompt=most)
+
+    def optional(self, start: int, num_prompt: int) -> range:
+        """Positions after `start` where a state is kept only if nothing better has to give way for it.
+
+        Prompts that part where no earlier one did, as behind a changed line of a system prompt, resume from these.
+        """
+        last = num_prompt - 1
+        stride = -(-(last - start) // (_MOST_OPTIONAL * _LEAST_STRIDE)) * _LEAST_STRIDE
+        if not self.has_states or not 0 < stride < self.spacing:
+            return range(0)
+        return range((start // stride + 1) * stride, last, stride)
 
     def positions(
         self, start: int, num_prompt: int, junction: int, boundaries: tuple[int, ...], marks: tuple[int, ...] = ()

@@ -72,6 +72,7 @@ class _Seat:
     written: list[Checkpoint] = field(default_factory=list)
     is_distrusted: bool = False
     promised: set[int] = field(default_factory=set)  # positions that waiting requests will resume from
+    optional: set[int] = field(default_factory=set)  # those of the wanted ones that give way to anything better
     wanted: list[int] = field(default_factory=list)  # positions of checkpoints to come, ascending
     borrowed: list[int] | None = None  # slots of somebody's checkpoint that its next pass starts from
     sources: list[tuple[int, int]] = field(default_factory=list)  # (group, page) held for a copy
@@ -197,7 +198,8 @@ class KVCacheCoordinator:
         if stores:
             start, junction = match.num_tokens, match.text_tokens
             positions = self._placement.positions(start, num_prompt, junction, hints.boundaries, hints.marks)
-            self._set_wanted(seat, record, list(positions))
+            record.optional = set(self._placement.optional(start, num_prompt)).difference(positions)
+            self._set_wanted(seat, record, sorted(record.optional.union(positions)))
         return True
 
     def _set_wanted(self, seat: int, record: _Seat, positions: list[int]) -> None:
@@ -368,6 +370,8 @@ class KVCacheCoordinator:
         started = []
         while record.wanted and record.wanted[0] <= end:
             position = record.wanted.pop(0)
+            if position in record.optional and not self._has_place(record, position):
+                continue
             slots = self._take_slots()
             if slots is None:
                 continue
@@ -376,6 +380,11 @@ class KVCacheCoordinator:
                 started.append((position, slots))
         self._set_wanted(seat, record, record.wanted)
         return started
+
+    def _has_place(self, record: _Seat, position: int) -> bool:
+        """Whether an optional checkpoint is worth more than what it would push out."""
+        last = record.written[-1].position if record.written else record.matched
+        return position in record.promised or self._cache.would_keep("optional", record.follows, position - min(last, position))
 
     def commit(self, seats: Ints, starts: Ints, counts: Ints) -> None:
         """The pass is known done: what it wrote can be found from now on."""
@@ -484,6 +493,8 @@ class KVCacheCoordinator:
             return "prompt_end"
         if position in record.boundaries:
             return "boundary"
+        if position in record.optional:
+            return "optional"
         # A prompt that goes on from this one is likelier to part near its end than anywhere before.
         return "spacing" if position + self._placement.spacing < record.num_prompt - 1 else "last_spacing"
 

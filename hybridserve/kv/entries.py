@@ -19,7 +19,7 @@ MOST_LOST: Final = 64
 LEAST_MISSED: Final = 4
 
 #: Why a checkpoint was written. How often each kind is resumed from is learned (`PrefixCache`).
-Origin: TypeAlias = Literal["prompt_end", "answer_end", "boundary", "junction", "spacing", "last_spacing"]
+Origin: TypeAlias = Literal["prompt_end", "answer_end", "boundary", "junction", "spacing", "last_spacing", "optional"]
 
 
 class Run:

@@ -79,6 +79,15 @@ class EvictionQueue:
                 return entry
         return None
 
+    def would_keep(self, worth: float, is_evictable: Callable[[Entry], bool]) -> bool:
+        """Whether something new of this worth would outlast another entry. With plain LRU a new one outlasts all: so it may not."""
+        while self._heap:
+            priority, ticket, entry = self._heap[0]
+            if entry.ticket == ticket and is_evictable(entry):
+                return self._policy == "cost" and priority < math.log(max(worth, _LEAST_WORTH)) + self._clock
+            heapq.heappop(self._heap)
+        return False
+
     def priority_of(self, entry: Entry, worth: float) -> float:
         """Where an entry belongs."""
         if self._policy == "lru":

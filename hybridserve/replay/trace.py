@@ -189,12 +189,13 @@ def branches(num_requests: int, rng: random.Random) -> Iterator[TraceRequest]:
     """Agents that go back to an earlier point and try again."""
     clock, trunk = 0.0, [Segment(1, 2000)]
     for number in range(num_requests):
-        clock += rng.expovariate(2.0)
+        clock += rng.expovariate(4.0)
         if rng.random() < 0.3 and len(trunk) > 1:
             trunk = trunk[: rng.randint(1, len(trunk))]
         trunk = [*trunk, Segment(10**6 + number, rng.randint(50, 500))]
         answer = Segment(10**9 + number, rng.randint(20, 200))
         yield TraceRequest(clock, tuple(trunk), answer)
+        clock += answer.length / 100  # whoever goes on from an answer has read it
         trunk = [*trunk, answer] if len(trunk) < 40 else [Segment(1, 2000)]
 
 
@@ -246,7 +247,7 @@ def trees(num_requests: int, rng: random.Random) -> Iterator[TraceRequest]:
             for path in paths:
                 for answer in (Segment(10**9 + made + i, rng.randint(50, 300)) for i in range(4)):
                     yield TraceRequest(now, path, answer)
-                    following.append((*path, answer, Segment(2, 12)))
+                    following.append((*path, answer, Segment(2, 60)))
                     made += 1
                     if made == num_requests:
                         return
