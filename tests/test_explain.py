@@ -207,6 +207,47 @@ def test_template_drift_names_the_message_and_the_token():
     over_http(scenario)
 
 
+@pytest.mark.parametrize("max_tokens", [1, 3, 24])
+def test_an_answer_that_is_sent_back_as_it_was_is_not_named(max_tokens):
+    """Whether it ended by itself or was cut short: what is new is the message behind it."""
+
+    async def scenario(ask, core):
+        messages = [question(0)]
+        said, _ = await turn(ask, messages, max_tokens=max_tokens)
+        messages += [answer(said), question(1)]
+        told = await ask("/v1/cache/explain", {"messages": messages})
+        assert told["parted_in_message"] == 2, told
+        assert "template_drift" not in told["tokens"]
+
+    over_http(scenario)
+
+
+def test_no_message_is_named_where_it_is_not_known_which():
+    """After eviction the place is known to sixteen tokens, which here are those of an answer and of the next question."""
+
+    async def scenario(ask, core):
+        messages = [question(0), answer("It is 10, and that is all I know about it, I am afraid."), question(1)]
+        await turn(ask, messages, max_tokens=1)
+        for number in range(300):
+            told = await ask("/v1/cache/explain", {"messages": messages})
+            if told["tokens"].get("evicted", 0) > 30:
+                break
+            await complete(ask, ids(200, 100 + number))
+        seen = set()
+        for cut in range(1, 40, 3):
+            text = messages[1]["content"]
+            changed = [messages[0], answer(text[:-cut] + "?" * cut), question(1)]
+            told = await ask("/v1/cache/explain", {"messages": changed})
+            if "evicted" in told["tokens"]:
+                seen.add(told["parted_in_message"])
+        assert seen == {1, None}
+        told = await ask("/v1/cache/explain", {"messages": [*messages[:2], question(7)]})
+        assert "evicted" in told["tokens"]
+        assert told["parted_in_message"] in (2, None)
+
+    over_http(scenario, kv_cache_memory=2**21, max_model_len=256)
+
+
 def test_stripped_thinking_is_drift_and_another_question_is_not():
     async def scenario(ask, core):
         first = [question(0)]

@@ -167,4 +167,4 @@ def test_no_cliff_at_the_sizes_of_a_released_hybrid(stride):
     for edge in edges_near((16, tokens, tokens + 16, 2 * tokens), 2 * tokens + 5, stride):
         first, second, third = hits_at(LAYERS, edge, 40, max_len=2 * tokens + 64, seats=2)
         assert (first, third) == (0, edge)
-        assert second in {number * tokens for number in range(3)}  # states that were kept for their spacing alone
+        assert edge - 256 <= second <= edge  # from an optional state, of which a prompt has one every 128 or 256 tokens

@@ -119,7 +119,7 @@ class ChatTemplate:
         return RenderedChat(placed.text, placed.own, self.control, placed.boundaries, placed.marks, placed.history)
 
     def message_at(self, messages: Sequence[Message], position: int, **options: Any) -> int | None:
-        """Number of the message that holds a character of its rendering with the same `options`; None behind the last one."""
+        """Number of the message that a character of the rendering with the same `options` belongs to; None behind the last."""
         return self._ask(Job(messages=list(messages), find=position, **options), RENDER_LIMIT_S).message
 
     def close(self) -> None:

@@ -19,6 +19,8 @@ from hybridserve.kv.spec import Spec
 
 #: Context lengths, beside the longest, at which it is told how many users fit.
 CONTEXT_LENGTHS = (1024, 8192, 32768)
+#: Tokens of the shortest context: one of a prompt and one of its answer.
+_SHORTEST = 2
 #: More than any machine has: for what a plan would need if memory did not matter.
 _UNLIMITED_NBYTES = 2**60
 
@@ -75,11 +77,14 @@ def size_cache(settings: EngineSettings, specs: Sequence[Mapping[str, Spec]], ma
         nbytes = min(granted, _most_useful_nbytes(specs, settings, longest))
     plan = plan_cache(specs, nbytes, block_size=settings.block_size, max_chunk=chunk)
     fits = plan.longest_sequence(longest)
-    if fits < 2 or (settings.max_model_len is not None and fits < longest):
-        needed = unlimited_plan(settings, specs).superpages_needed(longest)
+    if fits < _SHORTEST or (settings.max_model_len is not None and fits < longest):
+        unlimited = unlimited_plan(settings, specs)
+        needed, least = (unlimited.superpages_needed(n) * plan.superpage_nbytes for n in (longest, _SHORTEST))
         raise DoesNotFitError(
-            f"one sequence of {longest:,} tokens needs {needed * plan.superpage_nbytes:,} bytes of cache, {nbytes:,} are there; "
-            f"lower --max-model-len to {fits:,} or raise --kv-cache-memory"
+            f"one sequence of {longest:,} tokens needs {needed:,} bytes of cache, {nbytes:,} are there; "
+            + (f"lower --max-model-len to {fits:,} or " if fits >= _SHORTEST else "")
+            + f"raise --kv-cache-memory to {needed:,}"
+            + (f", or to at least {least:,} and lower --max-model-len" if fits < _SHORTEST else "")
         )
     return Sizing(plan, fits, longest, granted)
 

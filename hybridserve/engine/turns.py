@@ -82,11 +82,17 @@ class Turns:
         return Span(question.end, answer.end) if question is not None and answer is not None else None
 
     def message_at(self, position: int) -> int | None:
-        """Number of the message that holds a character; None behind the last one."""
+        """Number of the message that a character belongs to; None behind the last one.
+
+        What the template closes a message with belongs to the one that follows: the message itself has ended.
+        """
         low, high = 0, len(self._messages)
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self.end_of(middle) > position else (middle + 1, high)
+        if low < len(self._messages) and not self._messages[low].get("tool_calls"):  # a template may put calls behind the text
+            span = self.span_of(low)
+            low += span is not None and position >= span.end
         return low if low < len(self._messages) else None
 
     def _shared_with(self, chat: Sequence[Message]) -> int | None:

@@ -25,7 +25,7 @@ from hybridserve.kv.prefix import KEY_NBYTES, PrefixIndex, common_units
 #: Entries looked at in one search for memory before any that frees a page counts as good enough.
 _SEARCH_LIMIT: Final = 256
 #: What an optional checkpoint counts for beside those that are kept: that it is new says nothing of its use.
-_NEWCOMER: Final = 0.1
+_NEWCOMER: Final = 0.05
 #: What a window block is worth of a whole unit of text: only a prompt that resumes just behind it needs it.
 _WINDOW_SHARE: Final = 0.05
 #: Share of all slots that may hold pinned states; what is pinned beyond it is treated as any other.

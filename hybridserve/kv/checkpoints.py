@@ -9,7 +9,6 @@ from typing import Final
 
 from hybridserve.kv.arena import CachePlan
 
-
 #: Tokens between optional states, a multiple of the chunks that recurrent layers compute; and how many a prompt has at most.
 _LEAST_STRIDE: Final = 128
 _MOST_OPTIONAL: Final = 32

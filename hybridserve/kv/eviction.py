@@ -80,7 +80,7 @@ class EvictionQueue:
         return None
 
     def would_keep(self, worth: float, is_evictable: Callable[[Entry], bool]) -> bool:
-        """Whether something new of this worth would outlast another entry. With plain LRU a new one outlasts all: so it may not."""
+        """Whether something new of this worth would outlast another entry. Under plain LRU all would: so none may."""
         while self._heap:
             priority, ticket, entry = self._heap[0]
             if entry.ticket == ticket and is_evictable(entry):

@@ -55,6 +55,8 @@ def explain(num_prompt: int, found: Findings, hints: CacheHints) -> Explanation:
     count("last_token", 1)
     lost = {reason: num for reason, num in tokens.items() if reason not in ("hit", "last_token")}
     limiting = min(found.group_tokens, key=lambda g: found.group_tokens[g], default=None) if hit < text else None
+    # The last token of an answer that was cut short was never computed: where only that is missing nothing has parted yet.
+    parted = history[1] if history is not None and history[1] - known == _NOT_COMPUTED else known
     return Explanation(
         num_prompt=num_prompt,
         num_hit=hit,
@@ -63,7 +65,7 @@ def explain(num_prompt: int, found: Findings, hints: CacheHints) -> Explanation:
         limiting_group=limiting,
         reason=max(lost, key=lambda reason: lost[reason]) if lost else "hit",
         tokens=tokens,
-        parted_at=known if known < last else None,
+        parted_at=parted if parted < last else None,
     )
 
 

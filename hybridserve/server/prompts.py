@@ -132,7 +132,11 @@ def _marked(messages: Sequence[ChatMessage]) -> list[int]:
 
 
 async def located(service: Service, prompt: Prompt, explanation: Explanation) -> Explanation:
-    """The explanation with the place where the prompt parted in words: the token's text, and the message that holds it."""
+    """The explanation with the place where the prompt parted in words: the token's text, and the message that holds it.
+
+    What was evicted is known by whole units only: then the place lies somewhere in a unit, and a message is named where the
+    whole unit is of one.
+    """
     at = explanation.parted_at
     if at is None or at >= len(prompt.token_ids):
         return explanation
@@ -141,9 +145,15 @@ async def located(service: Service, prompt: Prompt, explanation: Explanation) ->
     if chat is None or template is None:
         return msgspec.structs.replace(explanation, parted_token=token)
 
+    is_exact = explanation.num_text == at or explanation.num_text + 1 == at  # beside the one token that may not be computed
+    end = at + 1 if is_exact else min(at + service.client.info.match_unit, len(prompt.token_ids))
+
     def find() -> int | None:
-        char = service.tokenizer.char_in_chat(chat.rendered, at, add_special_tokens=prompt.has_special_tokens)
-        return None if char is None else template.message_at(chat.messages, char, **chat.options)
+        numbers = set()
+        for index in {at, end - 1}:
+            char = service.tokenizer.char_in_chat(chat.rendered, index, add_special_tokens=prompt.has_special_tokens)
+            numbers.add(None if char is None else template.message_at(chat.messages, char, **chat.options))
+        return numbers.pop() if len(numbers) == 1 else None
 
     number: int | None = None
     with contextlib.suppress(HybridServeError):  # the answer does not wait for it, nor fail with it
