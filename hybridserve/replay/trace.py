@@ -241,9 +241,10 @@ def trees(num_requests: int, rng: random.Random) -> Iterator[TraceRequest]:
     while made < num_requests:
         tree += 1
         clock += rng.expovariate(1 / 10)
-        paths, now = [(Segment(1, 300), Segment(10**6 + tree, rng.randint(200, 2000)))], clock
+        paths, now = list[tuple[Segment, ...]](), clock
+        paths.append((Segment(1, 300), Segment(10**6 + tree, rng.randint(200, 2000))))
         for _ in range(5):
-            following = []
+            following = list[tuple[Segment, ...]]()
             for path in paths:
                 for answer in (Segment(10**9 + made + i, rng.randint(50, 300)) for i in range(4)):
                     yield TraceRequest(now, path, answer)
