@@ -70,6 +70,7 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     eps, width = config.read("rms_norm_eps", float), config.read_size("intermediate_size")
     bias = config.read("mlp_bias", bool, False)
     attention, mamba = _read_attention(config, info.max_positions), _read_mamba(config)
+    config.expect("attn_rotary_emb", None if attention.rotary is None else attention.rotary.rotary_dim)
 
     def make_mixer(kind: str) -> Mixer:
         return mixers["attention"](attention, ops, dtype) if kind == "full_attention" else mixers["mamba2"](mamba, ops, dtype)

@@ -13,8 +13,7 @@ from hybridserve.mixers.base import mixers
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.mixers.rotary import RotaryConfig
 from hybridserve.models.architectures import architectures
-from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
-from hybridserve.models.llama import read_info
+from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer, ModelInfo
 from hybridserve.models.mlp import SwiGLU
 from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
 from hybridserve.models.rope import read_rotary_by_kind
@@ -80,6 +79,16 @@ def _text(config: ConfigReader) -> ConfigReader:
     return config.nested("text_config")
 
 
+def _read_info(text: ConfigReader) -> ModelInfo:
+    """What the engine needs to know; releases that wrap the text model leave out what its class defaults to."""
+    return ModelInfo(
+        architecture=text.architecture,
+        vocab_size=text.read_size("vocab_size", 262208),
+        hidden_size=text.read_size("hidden_size", 2304),
+        max_positions=text.read_size("max_position_embeddings", 131072, most=2**40),
+    )
+
+
 @architectures.register("Gemma3ForConditionalGeneration")
 @architectures.register("Gemma3ForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
@@ -89,7 +98,7 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     text.expect("use_bidirectional_attention", False)
     text.expect("tie_word_embeddings", True)
     text.expect("attn_logit_softcapping")  # null in every release; the published class never applies it
-    info = read_info(text)
+    info = _read_info(text)
     eps, width = text.read("rms_norm_eps", float, 1e-6), text.read_size("intermediate_size")
     activation: Activation = "gelu_tanh"
     rotary = read_rotary_by_kind(

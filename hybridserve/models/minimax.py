@@ -140,9 +140,20 @@ def _read_moe(config: ConfigReader) -> MoeConfig:
 
 
 def _read_weights(config: ConfigReader, what: str) -> Weights:
-    return Weights(config.read(f"{what}_alpha_factor", float, 1.0), config.read(f"{what}_beta_factor", float, 1.0))
+    """Under today's keys, or those of the releases before transformers had the class."""
+    once = f"layernorm_{what.replace('_attn', '_attention')}"
+    keys = (config.spelling(f"{what}_{one}_factor", f"{once}_{one}") for one in ("alpha", "beta"))
+    return Weights(*(config.read(key, float, 1.0) for key in keys))
 
 
+def _ignore_weights(config: ConfigReader, kind: str) -> None:
+    """Those of a kind that no layer has."""
+    for one in ("alpha", "beta"):
+        config.ignore(f"{kind.removesuffix('_attention')}_attn_{one}_factor", f"layernorm_{kind}_{one}")
+
+
+@architectures.register("MiniMaxM1ForCausalLM")
+@architectures.register("MiniMaxText01ForCausalLM")
 @architectures.register("MiniMaxForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a MiniMax."""
@@ -155,7 +166,7 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     attention, moe, kinds = _read_attention(config, info.max_positions, head_dim), _read_moe(config), _read_kinds(config)
     weights = {kind: _read_weights(config, f"{kind.removesuffix('_attention')}_attn") for kind in set(kinds)}
     for unused in {"linear_attention", "full_attention"} - set(kinds):
-        config.ignore(*(f"{unused.removesuffix('_attention')}_attn_{one}_factor" for one in ("alpha", "beta")))
+        _ignore_weights(config, unused)
 
     def make_mixer(layer: int, kind: str) -> Mixer:
         if kind == "full_attention":

@@ -7,39 +7,32 @@ architectures; `architectures.py` calls `finish` once a model is laid out. The c
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import isfinite, isnan
 from typing import Final, TypeVar
 
 import msgspec
 
 from hybridserve.errors import UnsupportedModelError
+from hybridserve.models.config_keys import HARMLESS_KEYS, NEUTRAL, family_of
 
 T = TypeVar("T")
 
-#: Keys that never change what a text decoder computes in inference: identity, training, generation defaults, tooling.
-HARMLESS_KEYS = frozenset({
-    "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "name_or_path",
-    "_model_name_or_path", "_commit_hash", "license", "is_llama_config", "transformers.js_config", "tie_encoder_decoder",
-    "auto_map", "model_name", "unsloth_fixed", "unsloth_version", "initializer_range", "use_cache", "bos_token_id",
-    "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "is_encoder_decoder",
-    "is_decoder", "tokenizer_class", "prefix", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
-    "attn_pdrop", "embedding_dropout", "dropout", "router_aux_loss_coef", "output_router_logits",
-    "router_jitter_noise", "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate",
-    "output_scores", "gradient_checkpointing", "torchscript", "pruned_heads", "problem_type", "task_specific_params",
-    "finetuning_task", "id2label", "label2id", "_attn_implementation", "_attn_implementation_internal",
-    "_experts_implementation", "attn_implementation", "chunk_size_feed_forward", "num_logits_to_keep",
-    "mamba_chunk_size", "use_mamba_kernels", "max_length", "min_length", "do_sample", "early_stopping", "num_beams",
-    "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
-    "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
-    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
-    "suppress_tokens", "begin_suppress_tokens",
-    "quantization_config",  # how weights are stored: quantisation.py reads it, as strictly
-})  # fmt: skip
 _SHOWN = 12
 _UNREAD = "To serve it unread, at your own risk:"
 #: Of any whole number in a config; the longest contexts are far below.
 MAX_INT = 2**48
 MAX_SIZE = 2**24
 MAX_LAYERS = 2048
+#: Of any other number: what floats of 32 bits hold.
+MAX_FLOAT = 3.4e38
+#: Keys of numbers that divide, or that something is raised to: they must be over 0. So must every epsilon, which is at most 1.
+_POSITIVE = frozenset({
+    "logits_scaling", "query_pre_attn_scalar", "final_logit_softcapping", "swiglu_limit", "rope_theta", "rope_local_base_freq",
+    "factor", "attention_factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "beta_fast", "beta_slow",
+})  # fmt: skip
+_LEAST = 1e-30
+#: Of numbers that may be infinite: bounds that bind nothing.
+_UNBOUNDED = ("time_step_limit",)
 
 
 class _Required(Enum):
@@ -51,10 +44,11 @@ REQUIRED: Final = _Required.TOKEN
 
 @dataclass(frozen=True)
 class Fault:
-    """A key whose value is not implemented, and that in words."""
+    """A key whose value is not implemented, and that in words; `more` are keys of the same fault."""
 
     key: str
     text: str
+    more: tuple[str, ...] = ()
 
 
 class ConfigReader:
@@ -100,10 +94,9 @@ class ConfigReader:
             return default
         try:
             found = msgspec.convert(value, kind)
-        except (msgspec.ValidationError, UnicodeError) as error:
+        except (msgspec.ValidationError, UnicodeError, OverflowError) as error:
             raise UnsupportedModelError(f"config.json: {self.name(key)} is {value!r:.200}: {error}; correct the file") from error
-        if isinstance(found, int) and abs(found) > MAX_INT:
-            raise UnsupportedModelError(f"config.json: {self.name(key)} is {found}, beyond {MAX_INT}; correct the file")
+        _check_numbers(found, self.name(key))
         return found
 
     def read_optional(self, key: str, kind: type[T]) -> T | None:
@@ -137,7 +130,7 @@ class ConfigReader:
         value = self._take(key)
         if value is None or self.name(key) in self._accepted:
             return
-        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+        if _is_one_of(value, allowed):
             return
         known = ", ".join(repr(one) for one in allowed) or "nothing but null"
         text = f"{self.name(key)} is {value!r:.200}; for {self.architecture} hybridserve implements {known}"
@@ -170,7 +163,8 @@ class ConfigReader:
             listed = ", ".join(f"{key}={value!r:.80}" for key, value in list(unread.items())[:_SHOWN])
             more = " and more" if len(unread) > _SHOWN else ""
             text = f"{self.architecture} does not define here, and they may change the mathematics, the keys {listed}{more}"
-            faults.append(Fault(next(iter(unread)), text))
+            first, *others = unread
+            faults.append(Fault(first, text, tuple(others)))
         if faults:
             raise refusal(faults)
 
@@ -178,14 +172,23 @@ class ConfigReader:
         mine = {
             self.name(key): value
             for key, value in self._values.items()
-            if key not in self._seen
-            and key not in HARMLESS_KEYS
-            and self.name(key) not in self._accepted
-            and value not in (None, False, "", [], {})
+            if key not in self._seen and self.name(key) not in self._accepted and not self._may_stay_unread(key, value)
         }
         for child in self._nested:
             mine |= child._unread()
         return mine
+
+    def _may_stay_unread(self, key: str, value: object) -> bool:
+        """Whether a key that nobody read changes nothing, with this value, for this architecture. A null says nothing at all."""
+        if value is None or key in HARMLESS_KEYS:
+            return True
+        family = family_of(self.architecture)
+        if key in family.unused:
+            return True
+        if key in family.same:
+            other, default = family.same[key]
+            return value == self._values.get(other, default)
+        return _is_one_of(value, family.stated.get(key, NEUTRAL.get(key, ())))
 
     def name(self, key: str) -> str:
         """`key` with the path that leads to it, as in `text_config.rope_theta`."""
@@ -199,8 +202,39 @@ class ConfigReader:
 def refusal(faults: Sequence[Fault], cause: str = "") -> UnsupportedModelError:
     """The error that names all faults. `cause` is where laying out the model stumbled because of them."""
     texts = "; ".join([*(fault.text for fault in faults), *([cause] if cause else [])])
-    flags = " ".join(f"--ignore-config-keys {fault.key}" for fault in faults)
+    flags = " ".join(f"--ignore-config-keys {key}" for fault in faults for key in (fault.key, *fault.more))
     return UnsupportedModelError(f"config.json: {texts}. {_UNREAD} {flags}")
+
+
+def _is_one_of(value: object, allowed: Sequence[object]) -> bool:
+    """Whether a value is among these; true is not 1."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
+
+
+def _check_numbers(value: object, name: str) -> None:
+    """Raise UnsupportedModelError for a number, however deep, that no model can have: not finite, or outside of its range."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_numbers(inner, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_numbers(inner, name)
+    elif isinstance(value, int) and abs(value) > MAX_INT:
+        raise UnsupportedModelError(f"config.json: {name} is {value}, beyond {MAX_INT}; correct the file")
+    elif isinstance(value, float) and not (isfinite(value) or (not isnan(value) and name.endswith(_UNBOUNDED))):
+        raise UnsupportedModelError(f"config.json: {name} is {value}; it must be a finite number; correct the file")
+    if isinstance(value, int | float) and not isinstance(value, bool) and not name.endswith(_UNBOUNDED):
+        least, most = _range_of(name.rpartition(".")[2])
+        if not least <= value <= most:
+            said = f"over 0 and at most {most:g}" if least > 0 else f"from {least:g} to {most:g}"
+            raise UnsupportedModelError(f"config.json: {name} is {value}; it must be {said}; correct the file")
+
+
+def _range_of(key: str) -> tuple[float, float]:
+    """The least and the greatest that a number may be."""
+    if key.rpartition("_")[2] in ("eps", "epsilon"):
+        return _LEAST, 1.0
+    return (_LEAST if key in _POSITIVE else -MAX_FLOAT), MAX_FLOAT
 
 
 #: Spellings of layer kinds before transformers 5, and what they became.

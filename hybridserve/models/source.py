@@ -12,6 +12,7 @@ import torch
 from hybridserve.errors import UnsupportedModelError, UsageError
 from hybridserve.json_files import read_json_object
 from hybridserve.models.foreign import file_refusal, folder_refusal
+from hybridserve.models.sidecar import with_sidecar
 from hybridserve.origin import find
 
 #: Endings of files that can run code when they are opened.
@@ -79,7 +80,8 @@ def _read_folder(source: str, path: Path) -> ModelFolder:
     if not config.is_file():
         raise folder_refusal(source, path)
     generation = path / "generation_config.json"
-    return ModelFolder(source, path, _read_json(config), _read_json(generation) if generation.is_file() else {}, True)
+    values = with_sidecar(_read_json(config), path)
+    return ModelFolder(source, path, values, _read_json(generation) if generation.is_file() else {}, True)
 
 
 def _read_config_only(source: str, path: Path, load_format: str) -> ModelFolder:
@@ -87,7 +89,7 @@ def _read_config_only(source: str, path: Path, load_format: str) -> ModelFolder:
         raise file_refusal(source, path)
     if load_format != "dummy":
         raise UsageError(f"model {source!r} is a config without weights; add --load-format dummy to run it with random ones")
-    return ModelFolder(source, path.parent, _read_json(path), {}, False)
+    return ModelFolder(source, path.parent, with_sidecar(_read_json(path), path.parent), {}, False)
 
 
 def _read_json(path: Path) -> dict[str, object]:
