@@ -77,7 +77,7 @@ CHECKPOINTS: Mapping[str, str] = {
 _RELATIVE = {
     "num_key_value_heads": "num_attention_heads", "experts_per_token": "num_experts_per_tok",
     "layers_block_type": "attn_layer_period", "layers_num_experts": "expert_layer_period",
-    "hybrid_layer_ids": "layers_block_type",
+    "hybrid_layer_ids": "layers_block_type", "attn_rotary_emb": "partial_rotary_factor",
     "attention_hidden_size": "hidden_size", "attention_head_dim": "hidden_size", "head_dim": "hidden_size",
     "kv_channels": "hidden_size", "num_query_groups": "num_attention_heads", "mamba_headdim": "n_mamba_heads",
     "intermediate_size": "expand",
