@@ -48,7 +48,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 0.5
     enable_prefix_caching: Annotated[bool, about("reuse what earlier requests computed")] = True
     cache_policy: Annotated[Literal["cost", "lru"], about("what goes first when cache memory runs out")] = "cost"
-    max_num_queued_reqs: Annotated[Positive, about("requests that may wait; more are answered 503")] = 1024
+    max_num_queued_reqs: Annotated[Positive, about("sequences that may wait; more are answered 503")] = 2048
     threads: Annotated[Positive | None, about("CPU threads of the engine; default: all cores")] = None
     seed: Annotated[int, about("seed of dummy weights and of requests without their own")] = 0
     backend: Annotated[tuple[str, ...], about("force a backend for an operation, such as delta_rule=reference; repeatable")] = ()
@@ -75,6 +75,19 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = ()
     request_timeout_s: Annotated[Annotated[float, Meta(gt=0)], about("deadline of one request, in seconds")] = 3600.0
     drain_timeout_s: Annotated[Annotated[float, Meta(ge=0)], about("how long SIGTERM lets running requests finish")] = 30.0
+    max_connections: Annotated[Positive, about("connections that may be open; more are answered 503")] = 4096
+    client_share: Annotated[
+        Annotated[float, Meta(gt=0, le=1)],
+        about("share of the connections, and of the places for sequences, that one client may hold: one key, else one address"),
+    ] = 0.5
+    header_timeout_s: Annotated[Annotated[float, Meta(gt=0)], about("how long a client may take to send headers")] = 20.0
+    body_timeout_s: Annotated[Annotated[float, Meta(gt=0)], about("how long a client may take to send a body")] = 120.0
+    write_timeout_s: Annotated[
+        Annotated[float, Meta(gt=0)], about("a connection whose client takes nothing of its reply for so long is closed")
+    ] = 60.0
+    max_unread_nbytes: Annotated[
+        Nbytes, about("output that may wait for the reader of one stream; beyond it the stream ends")
+    ] = 16 * 2**20
     step_timeout_s: Annotated[
         Annotated[float, Meta(gt=0)],
         about("an engine that has work and completes no step for so many seconds is killed and started again"),

@@ -19,6 +19,7 @@ command. Knows nothing above it. A message names the value, the limit and the re
     |- EngineDeadError            the engine process has stopped            HTTP 503
     |- EngineError                the engine failed this request            HTTP 500
     |- DeadlineError              the request took longer than it may       HTTP 504
+    |- SlowReaderError            the client does not take what it asked    event
 """
 
 
@@ -141,3 +142,10 @@ class DeadlineError(HybridServeError):
     status = 504
     kind = "timeout_error"
     code = "timeout"
+
+
+class SlowReaderError(HybridServeError):
+    """The client of a stream took its events so slowly that too much waited for it; told in an event."""
+
+    kind = "timeout_error"
+    code = "slow_reader"

@@ -14,6 +14,7 @@ from hybridserve.engine.chat import ChatTemplate
 from hybridserve.engine.core import EngineCore
 from hybridserve.engine.messages import EngineInfo, EngineStats
 from hybridserve.engine.text import Tokenizer
+from hybridserve.engine.unread import Unread
 from hybridserve.request import CacheHints, EngineRequest, Explanation, RequestOutput
 from hybridserve.server.app import create_app
 from tests.test_prefix_chat import DEMO
@@ -33,7 +34,7 @@ class CoreClient:
         self._queues: dict[str, asyncio.Queue[RequestOutput]] = {}
         self._running: asyncio.Task[None] | None = None
 
-    async def submit(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+    async def submit(self, request: EngineRequest, unread: Unread | None = None) -> AsyncGenerator[RequestOutput, None]:
         queue = self._queues[request.request_id] = asyncio.Queue()
         refusal = self.core.add(request)
         assert refusal is None, refusal

@@ -10,6 +10,7 @@ import hybridserve
 from hybridserve.config import ServerSettings
 from hybridserve.engine.messages import EngineInfo, EngineStats, GroupInfo
 from hybridserve.engine.text import Tokenizer
+from hybridserve.engine.unread import Unread
 from hybridserve.errors import OverloadedError
 from hybridserve.kv.explanation import unexplored
 from hybridserve.request import CacheHints, EngineRequest, Explanation, FinishReason, RequestOutput, TokenLogprob
@@ -71,7 +72,7 @@ class FakeEngine:
     closed: list[float] = field(default_factory=list)
     num_open: int = 0
 
-    async def submit(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+    async def submit(self, request: EngineRequest, unread: Unread | None = None) -> AsyncGenerator[RequestOutput, None]:
         if self.refuses is not None:
             raise self.refuses
         if self.closed:

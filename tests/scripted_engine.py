@@ -10,7 +10,7 @@ import time
 
 import zmq
 
-from hybridserve.engine.messages import AskExplanation, AskStats, EngineStats, Outputs, Shutdown, encoder, to_engine
+from hybridserve.engine.messages import Abort, AskExplanation, AskStats, EngineStats, Outputs, Shutdown, encoder, to_engine
 from hybridserve.request import EngineRequest, RequestOutput
 from tests.fake_engine import make_info
 
@@ -19,6 +19,7 @@ NEVER_STEP = 2
 SAY_NONSENSE = 3
 EXIT = 4
 STEP_WITHOUT_OUTPUT = 5  # twenty steps of 50 ms before the first token
+FLOOD = 7  # five hundred outputs at once, and no end
 
 COMMAND = (sys.executable, __file__)
 
@@ -34,11 +35,13 @@ def main(address: str) -> None:
     socket.connect(address)
     socket.recv()  # the settings
     socket.send(encoder.encode(make_info(100)))
-    num_steps = 0
+    num_steps, flooding = 0, set()
     while True:
         message = to_engine.decode(socket.recv())
         if isinstance(message, AskStats):
-            socket.send(encoder.encode(EngineStats(num_steps=num_steps)))
+            socket.send(encoder.encode(EngineStats(num_steps=num_steps, num_running=len(flooding))))
+        elif isinstance(message, Abort):
+            flooding -= set(message.request_ids)
         elif isinstance(message, Shutdown):
             os._exit(0)
         elif isinstance(message, AskExplanation):
@@ -54,6 +57,12 @@ def main(address: str) -> None:
                     time.sleep(0.05)
                     num_steps += 1
                     socket.send(encoder.encode(Outputs([], num_steps)))
+            if todo == FLOOD:
+                flooding.add(message.request_id)
+                for _ in range(500):
+                    num_steps += 1
+                    output = RequestOutput(request_id=message.request_id, new_token_ids=[7])
+                    socket.send(encoder.encode(Outputs([output], num_steps)))
             if todo in (ANSWER, STEP_WITHOUT_OUTPUT):
                 num_steps += 1
                 output = RequestOutput(request_id=message.request_id, new_token_ids=[7], finish_reason="length")

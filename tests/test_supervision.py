@@ -23,7 +23,8 @@ from hybridserve.engine.client import Supervision, start_engine
 from hybridserve.engine.messages import Abort, AskExplanation, AskStats, EngineStats, Outputs, Shutdown, encoder, from_engine
 from hybridserve.engine.process import EngineLoop
 from hybridserve.engine.progress import Progress
-from hybridserve.errors import DeadlineError, EngineDeadError, EngineError, OverloadedError
+from hybridserve.engine.unread import Unread
+from hybridserve.errors import DeadlineError, EngineDeadError, EngineError, OverloadedError, SlowReaderError
 from hybridserve.request import CacheHints, EngineRequest, RequestOutput, SamplingParams
 from hybridserve.server import lifecycle
 from hybridserve.server.lifecycle import Lifecycle
@@ -262,6 +263,29 @@ def test_a_silent_engine_does_not_fill_the_servers_memory(monkeypatch):
             errors += await asyncio.gather(left, return_exceptions=True)
         assert 1 < len(errors) < 100
         assert "bytes of requests wait for an engine that is silent" in str(errors[-1])
+
+    watched(scenario)
+
+
+def test_I34_what_nobody_reads_is_bounded_and_aborted():
+    async def scenario(client):
+        unread = Unread(20_000)
+        stream = client.submit(request(does.FLOOD), unread)
+        await anext(stream)
+        while not unread.was_full:  # nobody reads meanwhile
+            await client.stats()
+        assert (await client.stats()).num_running == 0
+        assert unread.nbytes < 20_000
+        with pytest.raises(SlowReaderError, match="more than 20000 bytes"):
+            await anext(stream)
+        assert unread.nbytes == 0
+        assert client.stalled_s == 0
+        # One whose outputs fit is read to its end.
+        stream, num_read = client.submit(request(does.FLOOD, "b"), Unread(2_000_000)), 0
+        while num_read < 400:
+            num_read += len((await anext(stream)).new_token_ids)
+        await stream.aclose()
+        assert (await client.stats()).num_running == 0
 
     watched(scenario)
 

@@ -181,6 +181,7 @@ async def _load(engine: EngineSettings) -> "tuple[Service, dict[str, float | int
     from hybridserve.engine.text import Tokenizer
     from hybridserve.server.lifecycle import Lifecycle
     from hybridserve.server.metrics import Metrics
+    from hybridserve.server.places import Places
     from hybridserve.server.service import Service
     from hybridserve.server.workers import Workers
 
@@ -203,6 +204,7 @@ async def _load(engine: EngineSettings) -> "tuple[Service, dict[str, float | int
         is_caching_prefixes=engine.enable_prefix_caching,
         workers=Workers(),
         lifecycle=Lifecycle(),
+        places=Places(client.info.max_num_seqs, 1.0, client.info.max_num_seqs),
         metrics=Metrics(engine.model, client.info),
         created=int(time.time()),
     )

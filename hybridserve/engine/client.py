@@ -18,6 +18,7 @@ import zmq.asyncio
 from hybridserve.config import EngineSettings
 from hybridserve.engine.child import ENGINE_COMMAND, Child, OnProgress, exception_of, spawn_child
 from hybridserve.engine.messages import (
+    ANSWER_LIMIT_S,
     Abort,
     AskExplanation,
     AskStats,
@@ -31,7 +32,16 @@ from hybridserve.engine.messages import (
     ToEngine,
 )
 from hybridserve.engine.progress import Progress
-from hybridserve.errors import DeadlineError, EngineDeadError, EngineError, HybridServeError, OverloadedError, RequestError
+from hybridserve.engine.unread import Unread
+from hybridserve.errors import (
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    HybridServeError,
+    OverloadedError,
+    RequestError,
+    SlowReaderError,
+)
 from hybridserve.request import CacheHints, EngineRequest, Explanation, RequestOutput
 
 log = logging.getLogger(__name__)
@@ -40,8 +50,6 @@ T = TypeVar("T")
 
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 60.0
-#: How long a question about the engine, such as an explanation, waits for its answer.
-ANSWER_LIMIT_S = 30.0
 _EXIT_TIMEOUT_S = 10.0
 #: An idle engine is asked so often whether it answers.
 _PING_S = 5.0
@@ -79,6 +87,7 @@ async def start_engine(
 class _Open:
     """A request whose outputs are still read."""
 
+    unread: Unread | None
     queue: "asyncio.Queue[RequestOutput | HybridServeError]" = field(default_factory=asyncio.Queue)
     has_ended: bool = False  # the engine has said its last output, which may not be read yet
 
@@ -129,19 +138,19 @@ class EngineProcessClient:
             raise EngineDeadError("the engine process has stopped")
         return self._child.pid
 
-    async def submit(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+    async def submit(self, request: EngineRequest, unread: Unread | None = None) -> AsyncGenerator[RequestOutput, None]:
         """See `EngineClient.submit`. Outputs that have piled up are merged into one."""
         self._admit()
         if request.request_id in self._open:
             raise RequestError(f"request id {request.request_id!r} is in use; choose another", param="request_id")
-        opened = self._open[request.request_id] = _Open()
+        opened = self._open[request.request_id] = _Open(unread)
         self._num_unfinished += 1
         try:
             self._send(request)
             self._progress.note_asked()
             has_ended = False
             while not has_ended:
-                output = await _next(opened.queue)
+                output = await _next(opened)
                 if output.error_type is not None:
                     raise _refusal(output)
                 has_ended = output.finish_reason is not None
@@ -392,12 +401,28 @@ class EngineProcessClient:
 
     def _hand_out(self, output: RequestOutput) -> None:
         opened = self._open.get(output.request_id)
-        if opened is None:
+        if opened is None or opened.has_ended:
             return  # it has just been aborted
         opened.queue.put_nowait(output)
+        if opened.unread is not None:
+            opened.unread.note_put(output)
+            if opened.unread.is_full:
+                self._cut(output.request_id, opened, opened.unread)
         if output.finish_reason is not None:
             self._progress.note_advance()  # a refusal takes no step
             self._note_end(opened)
+
+    def _cut(self, request_id: str, opened: _Open, unread: Unread) -> None:
+        """Abort a request whose outputs nobody takes. Its reader, if it ever comes, finds an error in their place."""
+        if not opened.has_ended:
+            self._note_end(opened)
+            self._send(Abort([request_id]))
+        while not opened.queue.empty():
+            waiting = opened.queue.get_nowait()
+            if isinstance(waiting, RequestOutput):
+                unread.note_read(waiting)
+        limit = unread.limit_nbytes
+        opened.queue.put_nowait(SlowReaderError(f"more than {limit} bytes of this stream waited for their reader; read faster"))
 
     def _note_end(self, opened: _Open) -> None:
         if not opened.has_ended:
@@ -418,17 +443,20 @@ async def _answer(waiter: "asyncio.Future[T]") -> T:
         raise DeadlineError(f"the engine did not answer within {ANSWER_LIMIT_S:g} s; try again later") from None
 
 
-async def _next(queue: "asyncio.Queue[RequestOutput | HybridServeError]") -> RequestOutput:
+async def _next(opened: _Open) -> RequestOutput:
     """The next output, with all that have piled up behind it merged in. Raises what was put in place of one."""
-    first = await queue.get()
-    if isinstance(first, HybridServeError):
-        raise first
-    while not queue.empty() and first.finish_reason is None:
-        following = queue.get_nowait()
-        if isinstance(following, HybridServeError):
-            raise following
-        first = _merge(first, following)
+    first = _read(opened, await opened.queue.get())
+    while not opened.queue.empty() and first.finish_reason is None:
+        first = _merge(first, _read(opened, opened.queue.get_nowait()))
     return first
+
+
+def _read(opened: _Open, taken: RequestOutput | HybridServeError) -> RequestOutput:
+    if isinstance(taken, HybridServeError):
+        raise taken
+    if opened.unread is not None:
+        opened.unread.note_read(taken)
+    return taken
 
 
 def _merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:

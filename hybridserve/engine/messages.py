@@ -8,7 +8,11 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from hybridserve.engine.unread import Unread
 from hybridserve.request import CacheHints, EngineRequest, Explanation, RequestOutput
+
+#: How long a question about the engine, such as an explanation, waits for its answer.
+ANSWER_LIMIT_S = 30.0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -147,8 +151,11 @@ class EngineClient(Protocol):
         """Seconds for which the engine has had work and completed no step; 0 when idle."""
         ...
 
-    def submit(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+    def submit(self, request: EngineRequest, unread: Unread | None = None) -> AsyncGenerator[RequestOutput, None]:
         """Send a request and yield its outputs, the last one with a finish_reason.
+
+        Outputs wait for their reader; with `unread` no more than its limit. Beyond it the request is aborted and SlowReaderError
+        raised.
 
         Closing the iterator early (a client that disconnects) aborts the request. Raises OverloadedError when the queue is full
         or the engine drains, EngineDeadError when the process has stopped, also in mid-stream.

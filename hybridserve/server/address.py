@@ -1,6 +1,6 @@
-"""The address that a server listens on: whether it may, the socket, and its URL.
+"""Addresses: whether a server may listen on one, the socket, its URL, and what counts as one client.
 
-Owns those three. Must not know HTTP. Called by `run.py`.
+Owns those four. Must not know HTTP. Called by `run.py`.
 """
 
 import ipaddress
@@ -48,6 +48,17 @@ def address_of(listener: socket.socket, *, is_tls: bool) -> str:
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     return f"{'https' if is_tls else 'http'}://{host}:{port}"
+
+
+def network_of(address: str) -> str:
+    """What counts as one client of an address: itself, or for IPv6 the /64 that one customer is given."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is None:
+        return str(ipaddress.ip_network((parsed, 64), strict=False))
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
 
 
 def _is_loopback(host: str) -> bool:

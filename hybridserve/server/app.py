@@ -24,6 +24,7 @@ from hybridserve.server.gate import Gate
 from hybridserve.server.lifecycle import Lifecycle
 from hybridserve.server.metrics import Metrics
 from hybridserve.server.page import Page
+from hybridserve.server.places import Places
 from hybridserve.server.routes import EXPLAIN_HEADER, Endpoint, Routes
 from hybridserve.server.service import Service
 from hybridserve.server.status import StatusRoutes
@@ -54,7 +55,8 @@ def create_app(
     `aliases` are other names that requests may give for the model; `sampling_defaults` are the model's own
     (generation_config.json). `lifecycle` is shared with whoever drains the server.
     """
-    metrics = Metrics(model_name, client.info)
+    lifecycle = lifecycle or Lifecycle()
+    metrics = Metrics(model_name, client.info, lifecycle.ended)
     service = Service(
         client=client,
         tokenizer=tokenizer,
@@ -65,7 +67,10 @@ def create_app(
         sampling_defaults=dict(sampling_defaults or {}),
         is_caching_prefixes=is_caching_prefixes,
         workers=Workers(),
-        lifecycle=lifecycle or Lifecycle(),
+        lifecycle=lifecycle,
+        places=Places(
+            client.info.max_num_seqs + client.info.max_num_queued_reqs, settings.client_share, client.info.max_num_seqs
+        ),
         metrics=metrics,
         created=int(time.time()),
     )

@@ -17,6 +17,7 @@ from hybridserve.server.fault import send_error, told
 from hybridserve.server.hosts import HostNames, name_of
 from hybridserve.server.keys import Keys
 from hybridserve.server.metrics import Metrics
+from hybridserve.server.places import CLIENT
 
 #: Routes that need no key: a probe or a load balancer has none.
 PUBLIC_PATHS = frozenset({"/health", "/ready", "/version"})
@@ -93,7 +94,7 @@ class Gate:
         scope[TENANT_SALT] = ""
         if scope["path"] not in PUBLIC_PATHS:
             self._check_host(scope, headers.get(b"host", ""))
-            scope[TENANT_SALT] = self._keys.salt_of(headers)
+            scope[CLIENT], scope[TENANT_SALT] = self._keys.tenant_of(headers)
         origin = headers.get(b"origin")
         if origin is not None and scope["method"] not in ("GET", "HEAD"):
             self._check_origin(origin, headers.get(b"host", ""))

@@ -14,10 +14,14 @@ import msgspec
 
 from hybridserve.engine.messages import EngineClient
 from hybridserve.engine.text import Detokenizer, Tokenizer
+from hybridserve.engine.unread import Unread
 from hybridserve.errors import DeadlineError, EngineError, HybridServeError, OverloadedError
 from hybridserve.request import EngineRequest, Explanation, RequestOutput, TokenLogprob
 from hybridserve.server.metrics import Metrics
 from hybridserve.server.prompts import Prompt
+
+#: The engine ends a request at its deadline; so long after it the server does.
+DEADLINE_GRACE_S = 1.0
 
 #: Adds to an explanation where in the text the prompt parted.
 Locate: TypeAlias = Callable[[Prompt, Explanation], Awaitable[Explanation]]
@@ -78,14 +82,15 @@ class Choice:
             min_tokens=sampling.min_tokens,
         )
 
-    async def deltas(self, client: EngineClient) -> AsyncGenerator[Delta, None]:
+    async def deltas(self, client: EngineClient, unread: Unread | None = None) -> AsyncGenerator[Delta, None]:
         """Submit the request and yield what it says; the last delta has a finish reason.
 
         Closing this closes the engine's iterator, which aborts the request. A stop string does the same. Raises what the
-        engine's client raises, EngineError when the engine failed the request, DeadlineError when it ran out of time.
+        engine's client raises, EngineError when the engine failed the request, DeadlineError when it ran out of time: a while
+        after the engine should have said so, this does, whatever the engine does.
         """
         is_finished = False
-        async with aclosing(client.submit(self.request)) as outputs:
+        async with aclosing(self._outputs(client, unread)) as outputs:
             async for output in outputs:
                 delta = self._take(output)
                 if output.explanation is not None:
@@ -96,6 +101,27 @@ class Choice:
                     return
         if not is_finished:
             raise EngineError("the engine ended this request without a reason")
+
+    async def _outputs(self, client: EngineClient, unread: Unread | None) -> AsyncGenerator[RequestOutput, None]:
+        """The engine's outputs until the deadline, which counts from the arrival of the whole call."""
+        request, limit_s = self.request, self.request.deadline_s
+        ends_at = None
+        if limit_s is not None:
+            ends_at = self._arrival + limit_s + DEADLINE_GRACE_S
+            left_s = self._arrival + limit_s - time.monotonic()
+            request = msgspec.structs.replace(request, deadline_s=max(left_s, 0.001))
+        async with aclosing(client.submit(request, unread)) as outputs:
+            while True:
+                left = None if ends_at is None else max(ends_at - time.monotonic(), 0.0)
+                try:
+                    async with asyncio.timeout(left):
+                        output = await anext(outputs)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    self._metrics.finished["timeout"] += 1
+                    raise _too_late() from None
+                yield output
 
     def _take(self, output: RequestOutput) -> Delta:
         if output.finish_reason in ("error", "abort", "timeout"):
@@ -177,7 +203,11 @@ async def collect_all(choices: Sequence[Choice], client: EngineClient, max_at_on
 
 def _failure(output: RequestOutput) -> HybridServeError:
     if output.finish_reason == "timeout":
-        return DeadlineError("the request ran longer than it may; ask for fewer tokens or raise --request-timeout-s")
+        return _too_late()
     if output.finish_reason == "abort":
         return OverloadedError("the request was aborted because the server is shutting down; send it again")
     return EngineError(output.error or "the engine failed this request")
+
+
+def _too_late() -> DeadlineError:
+    return DeadlineError("the request ran longer than it may; ask for fewer tokens or raise --request-timeout-s")

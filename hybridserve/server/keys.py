@@ -8,11 +8,19 @@ import binascii
 import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from hybridserve.errors import AuthenticationError
 from hybridserve.request import TENANT_MARK
 
 _PURPOSE = b"hybridserve cache salt 1"
+
+
+class Tenant(NamedTuple):
+    """Whoever has one key."""
+
+    name: str  # the same for every way of sending the key; nothing on a server without keys
+    salt: str  # of its part of the prefix cache; nothing where all share one
 
 
 class Keys:
@@ -22,21 +30,21 @@ class Keys:
         """`share_cache`: requests of all keys find each other's prefixes."""
         self._tenants = [(hashlib.sha256(key.encode()).digest(), "" if share_cache else tenant_salt(key)) for key in keys]
 
-    def salt_of(self, headers: Mapping[bytes, str]) -> str:
-        """The salt of the caller's own part of the cache. Raises AuthenticationError for a key that is missing or wrong."""
+    def tenant_of(self, headers: Mapping[bytes, str]) -> Tenant:
+        """Who calls. Raises AuthenticationError for a key that is missing or wrong."""
         if not self._tenants:
-            return ""
+            return Tenant("", "")
         scheme, _, given = headers.get(b"authorization", "").partition(" ")
         if scheme.lower() == "basic":  # what browsers send for the chat page; any user name
             given = _password(given)
         given = given.strip()
         digest = hashlib.sha256(given.encode()).digest()
         # All are compared, so that the time does not tell which one it was.
-        salts = [salt for known, salt in self._tenants if hmac.compare_digest(digest, known)]
-        if not given or not salts:
+        found = [Tenant(known.hex(), salt) for known, salt in self._tenants if hmac.compare_digest(digest, known)]
+        if not given or not found:
             said = "the API key is wrong" if given else "an API key is needed"
             raise AuthenticationError(f"{said}; send it as 'Authorization: Bearer KEY'")
-        return salts[0]
+        return found[0]
 
 
 def tenant_salt(key: str) -> str:

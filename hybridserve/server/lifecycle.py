@@ -1,9 +1,10 @@
 """Whether the server takes requests: ready, draining, stalled or without an engine.
 
-Owns the draining flag and the count of open generation calls. Read by routes, changed by `run.py` alone.
+Owns the draining flag, the count of open generation calls and that of connections ended by limits. Read by routes.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,7 @@ class Lifecycle:
     def __init__(self) -> None:
         self.is_draining = False
         self.num_open = 0
+        self.ended: Counter[str] = Counter()  # connections and streams that a limit has ended, by its name
         self._idle = asyncio.Event()
         self._idle.set()
 

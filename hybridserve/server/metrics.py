@@ -72,7 +72,9 @@ class Histogram:
 class Metrics(Collector):
     """All metrics of one server."""
 
-    def __init__(self, model_name: str, info: EngineInfo) -> None:
+    def __init__(self, model_name: str, info: EngineInfo, ended: "Counter[str] | None" = None) -> None:
+        """`ended` counts the connections and streams that a limit has ended, by its name."""
+        self.ended: Counter[str] = Counter() if ended is None else ended
         self._labels = {"model_name": model_name, "engine": "0"}
         self._info = info
         self._stats = EngineStats()
@@ -97,6 +99,7 @@ class Metrics(Collector):
         yield from self._histogram_families()
         yield self._counter("request_success", "Finished requests.", "finished_reason", self.finished)
         yield self._counter("admission_rejections", "Requests refused with 503.", "reason", self.rejected)
+        yield self._counter("limits_reached", "Connections and streams that a limit has ended.", "limit", self.ended)
         yield self._counter("http_responses", "HTTP responses.", "status", self.responses)
         by_reason = self._stats.prompt_tokens_by_reason
         yield self._counter("prompt_tokens_by_reason", "What became of each prompt token.", "reason", by_reason)

@@ -5,20 +5,23 @@ Owns the order of these steps. Must not know what a reply holds. Listed by `app.
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeAlias
 from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from hybridserve.engine.unread import Unread
 from hybridserve.errors import RequestError
 from hybridserve.server.call import Arrived, CallIds
 from hybridserve.server.chats import ChatEvents, chat_call, chat_reply
 from hybridserve.server.completions import CompletionEvents, completion_call, completion_reply
 from hybridserve.server.fault import send_json
 from hybridserve.server.gate import TENANT_SALT, read_body
-from hybridserve.server.generation import collect_all
+from hybridserve.server.generation import Choice, collect_all
+from hybridserve.server.places import Held, client_of
 from hybridserve.server.prompts import (
     Prompt,
     cache_hints,
@@ -31,7 +34,7 @@ from hybridserve.server.prompts import (
 )
 from hybridserve.server.replies import DetokenizeReply, TokenizeReply
 from hybridserve.server.service import Service
-from hybridserve.server.stream import send_stream, until_disconnect
+from hybridserve.server.stream import Events, send_stream, until_disconnect
 from hybridserve.server.wire import ChatRequest, CompletionRequest, DetokenizeRequest, ExplainRequest, TokenizeRequest, read
 
 Endpoint: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -72,35 +75,45 @@ class Routes:
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /v1/completions`."""
+        with self._places(scope) as held:
+            await self._completion(scope, receive, send, held)
+
+    async def _completion(self, scope: Scope, receive: Receive, send: Send, held: Held) -> None:
         arrived, service = self._arrived(scope), self._service
         request, unknown = read(CompletionRequest, await self._body(receive))
         service.check_model(request.model)
         headers = self._ignored.headers(unknown)
         with service.lifecycle.call(service.client):
             call = await completion_call(service, request, arrived)
+            held.widen(len(call.choices))
             if request.stream:
                 events = CompletionEvents(service.tokenizer, request, call)
-                await send_stream(call.choices, service.client, events, receive, send, headers)
+                await self._stream(call.choices, events, receive, send, headers, held.count)
                 return
             async with until_disconnect(receive):
-                wholes = await collect_all(call.choices, service.client, service.client.info.max_num_seqs)
+                wholes = await collect_all(call.choices, service.client, held.count)
                 reply = completion_reply(service.tokenizer, request, call, wholes)
                 await send_json(msgspec.json.encode(reply), send, headers=headers)
 
     async def chat_completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /v1/chat/completions`."""
+        with self._places(scope) as held:
+            await self._chat(scope, receive, send, held)
+
+    async def _chat(self, scope: Scope, receive: Receive, send: Send, held: Held) -> None:
         arrived, service = self._arrived(scope), self._service
         request, unknown = read(ChatRequest, await self._body(receive))
         service.check_model(request.model)
         headers = self._ignored.headers(unknown)
         with service.lifecycle.call(service.client):
             call = await chat_call(service, request, arrived)
+            held.widen(len(call.choices))
             if request.stream:
                 events = ChatEvents(service.tokenizer, request, call)
-                await send_stream(call.choices, service.client, events, receive, send, headers)
+                await self._stream(call.choices, events, receive, send, headers, held.count)
                 return
             async with until_disconnect(receive):
-                wholes = await collect_all(call.choices, service.client, service.client.info.max_num_seqs)
+                wholes = await collect_all(call.choices, service.client, held.count)
                 reply = chat_reply(service.tokenizer, request, call, wholes)
                 await send_json(msgspec.json.encode(reply), send, headers=headers)
 
@@ -143,7 +156,7 @@ class Routes:
         prompt = await self._prompt_to_explain(request)
         max_tokens_for(service, prompt, None, None, "max_tokens", "prompt" if request.messages is None else "messages")
         hints = cache_hints(CompletionRequest(prompt="", cache_salt=request.cache_salt), prompt, scope[TENANT_SALT])
-        with service.lifecycle.call(service.client):
+        with self._places(scope), service.lifecycle.call(service.client):
             explanation = await located(service, prompt, await service.client.explain(prompt.token_ids, hints))
         await send_json(msgspec.json.encode(explanation), send, headers=self._ignored.headers(unknown))
 
@@ -166,6 +179,25 @@ class Routes:
         )
         (prompt,) = await completion_prompts(self._service, completion)
         return prompt
+
+    def _places(self, scope: Scope) -> AbstractContextManager[Held]:
+        return self._service.places.hold(client_of(scope))
+
+    async def _stream(
+        self,
+        choices: Sequence[Choice],
+        events: Events,
+        receive: Receive,
+        send: Send,
+        headers: list[tuple[bytes, bytes]],
+        max_at_once: int,
+    ) -> None:
+        unread = Unread(self._service.settings.max_unread_nbytes)
+        try:
+            await send_stream(choices, self._service.client, events, receive, send, headers, unread, max_at_once)
+        finally:
+            if unread.was_full:
+                self._service.lifecycle.ended["max_unread_nbytes"] += 1
 
     def _arrived(self, scope: Scope) -> Arrived:
         return Arrived(self._ids.next(), time.monotonic(), _wants_explanation(scope), scope[TENANT_SALT])

@@ -76,7 +76,7 @@ async def _serve_engine(launch: Launch, client: EngineClient, signals: "_Signals
 
     settings = launch.settings
     lifecycle = Lifecycle()
-    server = HttpServer(launch.make_app(client, lifecycle), settings, last_writes_s=_LAST_WRITES_S)
+    server = HttpServer(launch.make_app(client, lifecycle), settings, last_writes_s=_LAST_WRITES_S, ended=lifecycle.ended)
     listener = bind(settings)
     gc.collect()
     gc.freeze()  # what is loaded stays; collections need not walk it

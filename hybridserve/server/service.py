@@ -13,6 +13,7 @@ from hybridserve.engine.text import Tokenizer
 from hybridserve.errors import NotFoundError
 from hybridserve.server.lifecycle import Lifecycle
 from hybridserve.server.metrics import Metrics
+from hybridserve.server.places import Places
 from hybridserve.server.workers import Workers
 
 
@@ -30,6 +31,7 @@ class Service:
     is_caching_prefixes: bool
     workers: Workers
     lifecycle: Lifecycle
+    places: Places
     metrics: Metrics
     created: int  # seconds since 1970
 

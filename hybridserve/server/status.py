@@ -11,8 +11,9 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from hybridserve import request as bounds
-from hybridserve.engine.messages import EngineInfo, EngineStats
+from hybridserve.engine.messages import ANSWER_LIMIT_S, EngineInfo, EngineStats
 from hybridserve.errors import HybridServeError
+from hybridserve.server.connections import KEEP_ALIVE_S, MAX_HEADER_NBYTES
 from hybridserve.server.fault import send_json
 from hybridserve.server.openapi import openapi
 from hybridserve.server.service import Service
@@ -42,7 +43,7 @@ class StatusRoutes:
     async def limits(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`GET /v1/limits`: every bound of a request, how memory is divided, and the features that are off with the reason."""
         info = self._service.client.info
-        settings = self._service.settings
+        settings, places = self._service.settings, self._service.places
         reply = {
             "parameters": {name: {"min": low, "max": high} for name, (low, high) in bounds.LIMITS.items()},
             "max_model_len": info.max_model_len,
@@ -60,6 +61,18 @@ class StatusRoutes:
             "max_cache_marks": bounds.MAX_CACHE_MARKS,
             "max_body_nbytes": settings.max_body_nbytes,
             "request_timeout_s": settings.request_timeout_s,
+            "max_places": places.total,
+            "max_places_per_client": places.max_per_client,
+            "max_connections": settings.max_connections,
+            "client_share": settings.client_share,
+            "max_header_nbytes": MAX_HEADER_NBYTES,
+            "header_timeout_s": settings.header_timeout_s,
+            "body_timeout_s": settings.body_timeout_s,
+            "write_timeout_s": settings.write_timeout_s,
+            "keep_alive_s": KEEP_ALIVE_S,
+            "max_unread_nbytes": settings.max_unread_nbytes,
+            "step_timeout_s": settings.step_timeout_s,
+            "answer_timeout_s": ANSWER_LIMIT_S,
             "features_off": info.features_off,
             "memory": _memory(info),
             "backends": info.backends,

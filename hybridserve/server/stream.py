@@ -12,6 +12,7 @@ from typing import Protocol
 from starlette.types import Receive, Send
 
 from hybridserve.engine.messages import EngineClient
+from hybridserve.engine.unread import Unread
 from hybridserve.server.fault import error_body, told
 from hybridserve.server.generation import Choice, Delta
 
@@ -75,17 +76,20 @@ async def send_stream(
     receive: Receive,
     send: Send,
     headers: list[tuple[bytes, bytes]],
+    unread: Unread,
+    max_at_once: int,
 ) -> None:
     """Answer with a stream of events until all choices have finished or the client has gone.
 
     A failure before the first output is raised, so that it becomes a status code; a later one becomes an error event, and the
-    stream ends without `[DONE]`.
+    stream ends without `[DONE]`. What the client has not taken is counted in `unread`; how long a write may take is the
+    connection's matter.
     """
     writer = _Writer(send, headers)
     async with until_disconnect(receive):
         try:
             async with _kept_alive(writer):
-                await _write_all(choices, client, events, writer)
+                await _write_all(choices, client, events, writer, unread, max_at_once)
             last = events.close(choices) + _DONE
         except Exception as error:
             if not writer.is_begun:
@@ -94,22 +98,30 @@ async def send_stream(
         await writer.write(last, more=False)
 
 
-async def _write_all(choices: Sequence[Choice], client: EngineClient, events: Events, writer: _Writer) -> None:
-    """Write all choices as their outputs come. The first failure ends the others."""
+async def _write_all(
+    choices: Sequence[Choice], client: EngineClient, events: Events, writer: _Writer, unread: Unread, max_at_once: int
+) -> None:
+    """Write all choices as their outputs come, `max_at_once` at the same time. The first failure ends the others."""
     if len(choices) == 1:
-        await _write(choices[0], client, events, writer)
+        await _write(choices[0], client, events, writer, unread)
         return
+    gate = asyncio.Semaphore(max_at_once)
+
+    async def one(choice: Choice) -> None:
+        async with gate:
+            await _write(choice, client, events, writer, unread)
+
     try:
         async with asyncio.TaskGroup() as group:
             for choice in choices:
-                group.create_task(_write(choice, client, events, writer))
+                group.create_task(one(choice))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
-async def _write(choice: Choice, client: EngineClient, events: Events, writer: _Writer) -> None:
+async def _write(choice: Choice, client: EngineClient, events: Events, writer: _Writer, unread: Unread) -> None:
     opening = events.open(choice)
-    async with aclosing(choice.deltas(client)) as deltas:
+    async with aclosing(choice.deltas(client, unread)) as deltas:
         async for delta in deltas:
             body = events.delta(choice, delta)
             if opening:
