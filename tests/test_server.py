@@ -296,7 +296,7 @@ def test_max_tokens_default_to_16_and_to_the_rest_of_the_context(shared: Running
     assert sent.sampling.max_tokens == 256 - len(sent.prompt_token_ids)
     shared.post("/v1/chat/completions", {"messages": CHAT, "max_completion_tokens": 7})
     assert shared.engine.submitted[-1].sampling.max_tokens == 7
-    assert shared.engine.submitted[-1].deadline_s == 3600.0
+    assert 0 < shared.engine.submitted[-1].deadline_s <= 3600.0  # what is left of it
 
 
 def test_boundaries_salt_and_parts_of_a_chat(shared: Running) -> None:
