@@ -19,6 +19,7 @@ from hybridserve.engine.placing import place
 from hybridserve.engine.text import Detokenizer, Tokenizer
 from hybridserve.errors import EngineError, RequestError, UsageError
 from hybridserve.models import resolve as resolve_model
+from hybridserve.origin import vocabulary_file
 from hybridserve.request import CacheHints, EngineRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprob
 
 
@@ -88,10 +89,10 @@ class LLM:
         # Everything handed to `generate` at once may wait: the caller is the only client.
         self._settings = resolve(EngineSettings, {"model": model, **settings}, {"max_num_queued_reqs": 2**31})
         folder = resolve_model(self._settings.tokenizer or model, load_format=self._settings.load_format)
-        self._core: EngineCore | None = EngineCore(self._settings)
-        has_tokenizer = (folder.path / "tokenizer.json").is_file()
-        self._tokenizer = Tokenizer.from_folder(folder.path) if has_tokenizer else None
+        has_vocabulary = vocabulary_file(folder.path) is not None
+        self._tokenizer = Tokenizer.from_folder(folder.path) if has_vocabulary else None
         self._template_source = read_source(folder.path)
+        self._core: EngineCore | None = EngineCore(self._settings)
         self._template: ChatTemplate | None = None  # made for the first chat
         self._num_requests = 0
 
@@ -104,7 +105,7 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """Raises UsageError when the model has none (a bare config with dummy weights): use token ids."""
         if self._tokenizer is None:
-            raise UsageError("this model has no tokenizer.json; give prompts as {'prompt_token_ids': [...]}, or --tokenizer")
+            raise UsageError("this model has no vocabulary; give prompts as {'prompt_token_ids': [...]}, or --tokenizer")
         return self._tokenizer
 
     @property

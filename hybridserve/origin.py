@@ -13,8 +13,15 @@ from hybridserve.errors import UsageError
 #: Name of the model that ships with the package.
 DEMO = "demo"
 #: What is fetched of a repository: never code, never pickles.
-_FETCHED = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
+_FETCHED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.safetensors")
+#: Files that hold a vocabulary, the one that says most first.
+VOCABULARY_FILES = ("tokenizer.json", "tiktoken.model", "tokenizer.tiktoken", "tokenizer.model", "spiece.model")
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def vocabulary_file(folder: str | Path) -> Path | None:
+    """The file with a folder's vocabulary, or None."""
+    return next((path for name in VOCABULARY_FILES if (path := Path(folder) / name).is_file()), None)
 
 
 def find(source: str, *, with_weights: bool) -> Path:

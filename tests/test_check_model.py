@@ -1,6 +1,7 @@
 """`check-model`: released shapes get the figures of the literature and of the engine, broken inputs the right refusal."""
 
 import asyncio
+import base64
 import json
 import os
 import shutil
@@ -427,6 +428,17 @@ def unopenable(folder: Path) -> None:
     (folder / "model.safetensors").mkdir()
 
 
+def write_named(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"x": 1}]}))
+
+
+def with_tiktoken(folder: Path) -> None:
+    """A vocabulary that does not say how text is split, and whose class nobody knows."""
+    (folder / "tokenizer.json").unlink()
+    lines = (f"{base64.b64encode(bytes([byte])).decode()} {byte}" for byte in range(256))
+    (folder / "tiktoken.model").write_text("\n".join(lines))
+
+
 LOOP = "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}"
 DOUBLE = "{% set ns = namespace(x='xxxxxxxx') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
 ESCAPE = "{{ messages.__class__.__mro__[-1].__subclasses__() }}"
@@ -502,6 +514,17 @@ BROKEN: Mapping[str, tuple[Callable[[Path], Any], tuple[str, ...], int, str, tup
     "template loops": (write("chat_template.jinja", LOOP), (), 7, "content.template", ("sandbox", "do not serve")),
     "template grows": (write("chat_template.jinja", DOUBLE), (), 7, "content.template", ("sandbox", "do not serve")),
     "template breaks out": (write("chat_template.jinja", ESCAPE), (), 7, "content.template", ("sandbox", "unsafe")),
+    "template is no UTF-8": (
+        lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), (), 4, "content.template", ("UTF-8", "fetch")
+    ),
+    "template without a name": (
+        lambda folder: (folder / "chat_template.jinja").unlink() or write_named(folder), (), 4, "content.template",
+        ("chat_template[0]", "name"),
+    ),
+    "template drops the question": (write("chat_template.jinja", "hello"), (), 4, "chat.template", ("leaves out", "publisher")),
+    "vocabulary of an unknown class": (
+        with_tiktoken, (), 3, "chat.tokenizer", ("tiktoken.model", "no pattern", "put a tokenizer.json")
+    ),
     "template is none": (write("chat_template.jinja", "{% for %}"), (), 4, "content.template", ("not valid", "line 1")),
     "tokenizer broken": (write("tokenizer.json", "{}"), (), 4, "chat.tokenizer", ("tokenizer.json", "fetch")),
     "NaN weight": (set_tensors(with_nan), ("--deep",), 4, "tensors.values", ("model.norm.weight (1)", "download")),

@@ -13,8 +13,8 @@ from hybridserve.config import EngineSettings
 from hybridserve.engine.features import FEATURES
 from hybridserve.engine.generation_config import read_json, read_sampling_defaults, token_ids
 from hybridserve.engine.text import Tokenizer
-from hybridserve.errors import HybridServeError, WeightsError
-from hybridserve.origin import find
+from hybridserve.errors import HybridServeError, UnsupportedModelError, WeightsError
+from hybridserve.origin import find, vocabulary_file
 
 #: What in a template tells how the model writes a tool call, the most specific first.
 TOOL_FORMATS = (
@@ -41,11 +41,16 @@ def text_folder(source: Source, settings: EngineSettings) -> Path:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer, or None where there is no file of it. Raises WeightsError when the file is broken."""
-    if not (folder / "tokenizer.json").is_file():
+    """The tokenizer, or None where there is no file of it.
+
+    Raises UnsupportedModelError when its format is not read, WeightsError when the file is broken.
+    """
+    if vocabulary_file(folder) is None:
         return None
     try:
         return Tokenizer.from_folder(folder)
+    except UnsupportedModelError:
+        raise
     except HybridServeError as error:
         raise WeightsError(str(error)) from error
 
@@ -55,7 +60,7 @@ def check_tokenizer(tokenizer: Tokenizer | None, vocab_size: int) -> Finding:
     if tokenizer is None:
         return warned(
             "chat.tokenizer",
-            "no tokenizer.json: only token ids can be given, and `serve` refuses it",
+            "no vocabulary: only token ids can be given, and `serve` refuses it",
             "name one with --tokenizer",
         )
     if tokenizer.vocab_size > vocab_size:

@@ -17,6 +17,7 @@ from hybridserve.cli.progress import loading_bar
 from hybridserve.cli.report import describe
 from hybridserve.config import EngineSettings, ServerSettings
 from hybridserve.errors import UsageError
+from hybridserve.origin import vocabulary_file
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -63,8 +64,11 @@ class Parts:
         self._engine = engine
         self._server = server
         self._text_folder = text_folder(engine.tokenizer or engine.model)
-        if not (self._text_folder / "tokenizer.json").is_file():
-            raise UsageError(f"there is no tokenizer.json with {engine.model!r}; name a folder that has one with --tokenizer")
+        if vocabulary_file(self._text_folder) is None:
+            raise UsageError(
+                f"there is no vocabulary, such as a tokenizer.json, with {engine.model!r}; name a folder that has one with "
+                "--tokenizer"
+            )
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="hybridserve-read")
         self._reading: Future[_Text] | None = None
 

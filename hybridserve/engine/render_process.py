@@ -5,6 +5,7 @@ text. Started by `chat.py`; it has no environment, no file of its own to write, 
 """
 
 import contextlib
+import math
 import resource
 import signal
 import socket
@@ -15,13 +16,13 @@ import msgspec
 
 from hybridserve.engine.render_job import READY, Job, Opened, Opening, Refused, Reply, receive, send
 from hybridserve.engine.rendering import Renderer
-from hybridserve.engine.shape import Remedies
+from hybridserve.engine.template import Template
 from hybridserve.errors import ModelError, RequestError
 
 #: Bytes of address space.
 MAX_NBYTES = 2**30
 #: Seconds of processor time for what is found out of a template before any chat.
-MAX_OPENING_CPU_S = 3
+MAX_OPENING_CPU_S = 1
 #: Seconds of processor time for one job, should the parent be gone and nobody end the process.
 MAX_JOB_CPU_S = 60
 _MAX_ERROR_CHARS = 500
@@ -48,21 +49,23 @@ def _open(channel: socket.socket) -> Renderer | None:
     opening = msgspec.json.decode(receive(channel), type=Opening)
     _bound_cpu(MAX_OPENING_CPU_S)
     try:
+        wanted = _wants_too_much(opening)
+        if wanted is not None:
+            send(channel, msgspec.json.encode(Opened(error=wanted, is_unsafe=True)))
+            return None
         renderer = Renderer(opening.source, special_tokens=opening.special_tokens, added_tokens=opening.added_tokens)
     except ModelError as error:
         send(channel, msgspec.json.encode(Opened(error=str(error))))
-        return None
-    if (wanted := _wants_too_much(renderer)) is not None:
-        send(channel, msgspec.json.encode(Opened(error=wanted, is_unsafe=True)))
         return None
     send(channel, msgspec.json.encode(Opened(control=list(renderer.control.texts))))
     return renderer
 
 
-def _wants_too_much(renderer: Renderer) -> str | None:
-    """What the template does that it may not, on one word of a user."""
+def _wants_too_much(opening: Opening) -> str | None:
+    """What the template does that it may not, on one word of a user. Raises ModelError when it is none."""
+    template = Template(opening.source, opening.special_tokens)
     try:
-        renderer.run(Job(messages=[]), [{"role": "user", "content": "Hello."}], Remedies())
+        template.run([{"role": "user", "content": "Hello."}])
     except _UNSAFE as error:
         return _detail(error)
     except Exception:  # it may want other messages
@@ -97,7 +100,7 @@ def _detail(error: BaseException) -> str:
 def _bound_cpu(seconds: int) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + seconds, hard))
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime + seconds), hard))
 
 
 if __name__ == "__main__":

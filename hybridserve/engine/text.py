@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 import tokenizers
 
+from hybridserve.engine.byte_level import BYTE_OF_CHAR
 from hybridserve.engine.chat import RenderedChat
 from hybridserve.engine.control import ControlTexts
 from hybridserve.engine.generation_config import read_json, token_ids
 from hybridserve.engine.plain_text import PlainText
-from hybridserve.errors import ModelError
+from hybridserve.engine.vocabulary import read_vocabulary
 
 #: Tokens that the window decoder keeps back at most, waiting for a character or a run of bytes to end.
 MAX_PENDING_TOKENS = 16
@@ -29,7 +30,7 @@ _REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
-    """One model's tokenizer, as its `tokenizer.json` defines it.
+    """One model's tokenizer, as the files of its vocabulary define it.
 
     As in transformers, the post-processor of the file alone decides about a BOS token; truncation or padding that the
     file asks for are not applied.
@@ -50,15 +51,9 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Read `tokenizer.json` and the files beside it. Raises ModelError when it is missing or not readable."""
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError("there is no tokenizer.json beside the model; name a folder that has one with --tokenizer")
-        try:
-            core = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises bare Exception for any fault in the file
-            raise ModelError(f"tokenizer.json is not readable: {error}; fetch or convert it again") from error
+        """Read the vocabulary and the files beside it. Raises ModelError when it is missing or not readable."""
         special = _special_tokens(Path(folder))
+        core = read_vocabulary(Path(folder), special)
         known = [text for text in special.values() if core.token_to_id(text) is not None]
         core.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in known])
         return cls(core, special_tokens=special, eos_token_ids=_eos_token_ids(Path(folder), core, special))
@@ -280,7 +275,7 @@ class _ByteTable(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         name = self._core.id_to_token(token_id) or ""
         try:
-            raw = bytes(map(_BYTE_OF_CHAR.__getitem__, name))
+            raw = bytes(map(BYTE_OF_CHAR.__getitem__, name))
         except KeyError:  # an added token with characters that no byte is written as: it stands for itself
             raw = name.encode()
         self[token_id] = raw
@@ -358,16 +353,6 @@ def _found(positions: Iterable[int], num_chars: int, num_tokens: int, token_at: 
         index = next((index for at in near if (index := token_at(at)) is not None), None)
         found[position] = num_tokens if index is None and position + MAX_SKIPPED_CHARS >= num_chars else index
     return {position: index for position, index in found.items() if index is not None}
-
-
-def _byte_of_char() -> dict[str, int]:
-    """The characters in which byte-level vocabularies write bytes: printable Latin-1 as it is, others from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_of_char()
 
 
 def _is_byte_level(core: tokenizers.Tokenizer) -> bool:
