@@ -96,6 +96,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         bool, about("hold a second engine process without a model, so that a restart takes a second and not several")
     ] = True
     max_body_nbytes: Annotated[Nbytes, about("largest request body")] = 16 * 2**20
+    max_bodies_nbytes: Annotated[Nbytes, about("bytes of bodies that all open requests may have together")] = 128 * 2**20
     ui: Annotated[bool, about("the chat page at /")] = True
     ssl_keyfile: Annotated[str | None, about("TLS key file")] = None
     ssl_certfile: Annotated[str | None, about("TLS certificate file")] = None

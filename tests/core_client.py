@@ -11,8 +11,9 @@ import httpx
 
 from hybridserve.config import EngineSettings, ServerSettings
 from hybridserve.engine.chat import ChatTemplate
+from hybridserve.engine.child import exception_of
 from hybridserve.engine.core import EngineCore
-from hybridserve.engine.messages import EngineInfo, EngineStats
+from hybridserve.engine.messages import EngineInfo, EngineStats, Fatal
 from hybridserve.engine.text import Tokenizer
 from hybridserve.engine.unread import Unread
 from hybridserve.request import CacheHints, EngineRequest, Explanation, RequestOutput
@@ -34,10 +35,16 @@ class CoreClient:
         self._queues: dict[str, asyncio.Queue[RequestOutput]] = {}
         self._running: asyncio.Task[None] | None = None
 
+    @property
+    def num_open(self) -> int:
+        return len(self._queues)
+
     async def submit(self, request: EngineRequest, unread: Unread | None = None) -> AsyncGenerator[RequestOutput, None]:
         queue = self._queues[request.request_id] = asyncio.Queue()
         refusal = self.core.add(request)
-        assert refusal is None, refusal
+        if refusal is not None:
+            del self._queues[request.request_id]
+            raise exception_of(Fatal(refusal.error_type or "EngineError", refusal.error or ""))
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._run())
         has_ended = False
@@ -69,6 +76,21 @@ class CoreClient:
         self.is_alive = False
 
 
+def demo_app(client: CoreClient, offered: ServerSettings, settings: EngineSettings, template: str | None = None):
+    """The application that serves an engine with the demo model's texts."""
+    tokenizer = Tokenizer.from_folder(DEMO)
+    texts = {"special_tokens": tokenizer.special_tokens, "added_tokens": tokenizer.added_tokens}
+    return create_app(
+        client,
+        tokenizer,
+        offered,
+        "demo",
+        template=ChatTemplate(template, **texts) if template else ChatTemplate.from_folder(DEMO, **texts),
+        sampling_defaults={"temperature": 0.0},
+        is_caching_prefixes=settings.enable_prefix_caching,
+    )
+
+
 @asynccontextmanager
 async def serving(settings: EngineSettings, template: str | None = None, **server: object):
     """An HTTP client of a server over a real engine, and the engine. Texts are the demo model's.
@@ -77,17 +99,7 @@ async def serving(settings: EngineSettings, template: str | None = None, **serve
     """
     offered = ServerSettings(**{"api_key": (KEY,), **server})
     core = EngineCore(settings)
-    tokenizer = Tokenizer.from_folder(DEMO)
-    texts = {"special_tokens": tokenizer.special_tokens, "added_tokens": tokenizer.added_tokens}
-    app = create_app(
-        CoreClient(core),
-        tokenizer,
-        offered,
-        "demo",
-        template=ChatTemplate(template, **texts) if template else ChatTemplate.from_folder(DEMO, **texts),
-        sampling_defaults={"temperature": 0.0},
-        is_caching_prefixes=settings.enable_prefix_caching,
-    )
+    app = demo_app(CoreClient(core), offered, settings, template)
     transport = httpx.ASGITransport(app)
     headers = {"Authorization": f"Bearer {KEY}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as http:

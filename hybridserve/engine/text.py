@@ -9,6 +9,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,6 +63,14 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added ones included; a model's embedding may have more rows."""
         return int(self._core.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        """Characters of the longest token; a longer text than N times this has more than N tokens,
+        but where a vocabulary drops characters.
+        """
+        longest = max(map(len, self._core.get_vocab(with_added_tokens=True)), default=1)
+        return max(longest, 1)
 
     @property
     def bos_token_id(self) -> int | None:

@@ -57,6 +57,7 @@ def create_app(
     """
     lifecycle = lifecycle or Lifecycle()
     metrics = Metrics(model_name, client.info, lifecycle.ended)
+    _ = tokenizer.max_token_chars  # reads the whole vocabulary: better now than in the first request
     service = Service(
         client=client,
         tokenizer=tokenizer,

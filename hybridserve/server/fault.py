@@ -4,6 +4,7 @@ Owns that shape. An error that nobody raised on purpose is logged with its trace
 could hold a path or another user's words.
 """
 
+import asyncio
 import logging
 import math
 
@@ -11,6 +12,9 @@ import msgspec
 from starlette.types import Send
 
 from hybridserve.errors import HybridServeError, OverloadedError, RequestError
+
+#: What ends a request from outside and is no failure of it.
+ENDINGS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 log = logging.getLogger("hybridserve.server")
 

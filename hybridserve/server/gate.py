@@ -4,7 +4,6 @@ Owns authentication and the error border, as one pure ASGI middleware (a middlew
 Must not know routes beyond the public ones. Built by `app.py`.
 """
 
-import asyncio
 import logging
 import os
 import re
@@ -13,7 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridserve.config import ServerSettings
 from hybridserve.errors import HybridServeError, OverloadedError, PayloadTooLargeError, RequestError
-from hybridserve.server.fault import send_error, told
+from hybridserve.server.bodies import Bodies
+from hybridserve.server.fault import ENDINGS, send_error, told
 from hybridserve.server.hosts import HostNames, name_of
 from hybridserve.server.keys import Keys
 from hybridserve.server.metrics import Metrics
@@ -23,8 +23,8 @@ from hybridserve.server.places import CLIENT
 PUBLIC_PATHS = frozenset({"/health", "/ready", "/version"})
 #: Where routes find the salt of the caller's part of the prefix cache.
 TENANT_SALT = "hybridserve.tenant_salt"
-#: What ends a request from outside and is no failure of it.
-_ENDINGS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+#: Digits of a Content-Length; more are no size that a body could have.
+_MAX_LENGTH_DIGITS = 18
 #: A client's own request id is taken over when it looks like one.
 _REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
@@ -58,6 +58,7 @@ class Gate:
         self._names = HostNames(settings.host, settings.allowed_hosts) if checks_names else None
         self._allowed_origins = frozenset(settings.allowed_origins)
         self._max_body_nbytes = settings.max_body_nbytes
+        self._bodies = Bodies(max_nbytes=settings.max_bodies_nbytes)
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,25 +71,31 @@ class Gate:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         request_id = _request_id(headers.get(b"x-request-id", ""))
         has_started = False
+        body = self._bodies.of(receive)
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
                 self._metrics.responses[str(message["status"])] += 1
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                added = [(b"x-request-id", request_id.encode())]
+                if message["status"] >= 400 and scope["method"] == "POST" and not body.is_complete:
+                    added.append((b"connection", b"close"))  # what is left of the body is not waited for
+                message["headers"] = [*message["headers"], *added]
             await send(message)
 
         try:
             self._check(scope, headers)
-            await self._app(scope, receive, send_with_id)
-        except _ENDINGS:
+            await self._app(scope, body.receive, send_with_id)
+        except ENDINGS:
             raise
         except BaseException as error:  # a panic of compiled code, such as the tokenizer's, is no Exception
             fault = told(error)
             self._note(fault, request_id)
             if not has_started:
                 await send_error(fault, send_with_id)
+        finally:
+            body.release()
 
     def _check(self, scope: Scope, headers: dict[bytes, str]) -> None:
         scope[TENANT_SALT] = ""
@@ -99,7 +106,7 @@ class Gate:
         if origin is not None and scope["method"] not in ("GET", "HEAD"):
             self._check_origin(origin, headers.get(b"host", ""))
         length = headers.get(b"content-length", "0")
-        if not length.isdecimal() or int(length) > self._max_body_nbytes:
+        if not length.isdecimal() or len(length) > _MAX_LENGTH_DIGITS or int(length) > self._max_body_nbytes:
             raise too_large(self._max_body_nbytes)
 
     def _check_host(self, scope: Scope, host: str) -> None:

@@ -5,7 +5,6 @@ checks against the model's vocabulary and context. Must not know sampling beyond
 and explain routes.
 """
 
-import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +15,9 @@ from msgspec import UNSET
 
 from hybridserve.engine.chat import Message, RenderedChat
 from hybridserve.engine.placing import place
-from hybridserve.errors import HybridServeError, RequestError
+from hybridserve.errors import RequestError
 from hybridserve.request import MAX_CACHE_MARKS, MAX_CACHE_SALT_CHARS, CacheHints, Explanation
+from hybridserve.server.fault import ENDINGS, told
 from hybridserve.server.service import Service
 from hybridserve.server.wire import (
     MAX_PROMPTS,
@@ -31,6 +31,8 @@ from hybridserve.server.wire import (
 )
 
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
+#: So many token ids are checked on the event loop; more in a thread.
+LOOP_IDS = 2**14
 _BAD_SALT = re.compile(r"[\x00-\x1f\x7f-\x9f@/\\]")
 
 
@@ -60,6 +62,8 @@ async def completion_prompts(service: Service, request: CompletionRequest) -> li
     items: Sequence[str | int | list[int]] = [given] if isinstance(given, str) else given
     if not items:
         raise RequestError("prompt is empty; give a text, a list of texts, or token ids", param="prompt")
+    if isinstance(items[0], int):
+        check_num_ids(service, len(items), "prompt")
     ids = [item for item in items if isinstance(item, int)]
     if len(ids) == len(items):
         items = [ids]
@@ -69,11 +73,22 @@ async def completion_prompts(service: Service, request: CompletionRequest) -> li
     if len(texts) not in (0, len(items)) or len(ids) not in (0, len(given)):
         raise RequestError("prompt mixes texts and token ids; send one kind", param="prompt")
     if not texts:
-        return [Prompt(checked_ids(service, item, "prompt")) for item in items if isinstance(item, list)]
+        lists = [item for item in items if isinstance(item, list)]
+        for item in lists:
+            check_num_ids(service, len(item), "prompt")
+        count = sum(map(len, lists))
+        if count <= LOOP_IDS:
+            return [Prompt(checked_ids(service, item, "prompt")) for item in lists]
+        return await service.workers.run(lambda: [Prompt(checked_ids(service, item, "prompt")) for item in lists], size=count)
+    for text in texts:
+        check_num_chars(service, len(text), "prompt")
+    num_chars = sum(map(len, texts))
     add_special = request.add_special_tokens is not False
     control = control_of(service, request.split_special_tokens)
     encode = service.tokenizer.encode
-    encoded = await service.workers.run(lambda: [encode(text, add_special_tokens=add_special, control=control) for text in texts])
+    encoded = await service.workers.run(
+        lambda: [encode(text, add_special_tokens=add_special, control=control) for text in texts], size=num_chars
+    )
     return [Prompt(_not_empty(ids), text) for ids, text in zip(encoded, texts, strict=True)]
 
 
@@ -107,11 +122,12 @@ async def chat_prompt(service: Service, request: ChatRequest | TokenizeRequest, 
 
     def render() -> Prompt:
         rendered = template.render(plain, marked=marked, places=wants_positions, **options)
+        check_num_chars(service, len(rendered.text), "messages")
         ids, hints = place(service.tokenizer, rendered, add_special_tokens=add_special)
         chat = PromptChat(plain, options, rendered)
         return Prompt(ids, rendered.text, hints=hints, chat=chat, has_special_tokens=add_special)
 
-    prompt = await service.workers.run(render)
+    prompt = await service.workers.run(render, size=_num_chars(messages))
     _not_empty(prompt.token_ids, "messages")
     return prompt
 
@@ -156,8 +172,12 @@ async def located(service: Service, prompt: Prompt, explanation: Explanation) ->
         return numbers.pop() if len(numbers) == 1 else None
 
     number: int | None = None
-    with contextlib.suppress(HybridServeError):  # the answer does not wait for it, nor fail with it
-        number = await service.workers.run(find)
+    try:
+        number = await service.workers.run(find, size=len(chat.rendered.text))
+    except ENDINGS:
+        raise
+    except BaseException as error:  # the answer does not fail with it
+        told(error)
     return msgspec.structs.replace(explanation, parted_token=token, parted_in_message=number)
 
 
@@ -202,6 +222,37 @@ def cache_hints(fields: GenerationFields, prompt: Prompt, tenant_salt: str) -> C
         pin=xargs.cache.pin if xargs else False,
         no_store=xargs.cache.no_store if xargs else False,
     )
+
+
+def check_num_chars(service: Service, num_chars: int, param: str) -> None:
+    """Raise RequestError for a text that cannot fit the context: tokenising it would take long for nothing."""
+    max_model_len, longest = service.client.info.max_model_len, service.tokenizer.max_token_chars
+    if num_chars > max_model_len * longest:
+        raise RequestError(
+            f"this model's maximum context length is {max_model_len} tokens of at most {longest} characters, so "
+            f"{max_model_len * longest} characters, but {param} has {num_chars}; shorten {param}",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def check_num_ids(service: Service, num_ids: int, param: str) -> None:
+    """Raise RequestError for more token ids than a prompt of this model may have."""
+    limit = service.client.info.max_model_len
+    if num_ids > limit:
+        raise RequestError(
+            f"this model's maximum context length is {limit} tokens, but {param} has {num_ids}; shorten {param}",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def _num_chars(messages: Sequence[ChatMessage]) -> int:
+    """Characters of a chat's contents, about."""
+    contents = [message.content for message in messages]
+    texts = [len(content) for content in contents if isinstance(content, str)]
+    parts = [len(part.text or "") for content in contents if isinstance(content, list) for part in content]
+    return sum(texts) + sum(parts)
 
 
 def checked_ids(service: Service, ids: Sequence[int], param: str) -> list[int]:

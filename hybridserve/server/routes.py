@@ -26,6 +26,8 @@ from hybridserve.server.prompts import (
     Prompt,
     cache_hints,
     chat_prompt,
+    check_num_chars,
+    check_num_ids,
     checked_ids,
     completion_prompts,
     control_of,
@@ -35,7 +37,17 @@ from hybridserve.server.prompts import (
 from hybridserve.server.replies import DetokenizeReply, TokenizeReply
 from hybridserve.server.service import Service
 from hybridserve.server.stream import Events, send_stream, until_disconnect
-from hybridserve.server.wire import ChatRequest, CompletionRequest, DetokenizeRequest, ExplainRequest, TokenizeRequest, read
+from hybridserve.server.wire import (
+    LOOP_NBYTES,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ExplainRequest,
+    R,
+    TokenizeRequest,
+    check_shape,
+    read,
+)
 
 Endpoint: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -80,7 +92,7 @@ class Routes:
 
     async def _completion(self, scope: Scope, receive: Receive, send: Send, held: Held) -> None:
         arrived, service = self._arrived(scope), self._service
-        request, unknown = read(CompletionRequest, await self._body(receive))
+        request, unknown = await self._read(CompletionRequest, await self._body(receive))
         service.check_model(request.model)
         headers = self._ignored.headers(unknown)
         with service.lifecycle.call(service.client):
@@ -102,7 +114,7 @@ class Routes:
 
     async def _chat(self, scope: Scope, receive: Receive, send: Send, held: Held) -> None:
         arrived, service = self._arrived(scope), self._service
-        request, unknown = read(ChatRequest, await self._body(receive))
+        request, unknown = await self._read(ChatRequest, await self._body(receive))
         service.check_model(request.model)
         headers = self._ignored.headers(unknown)
         with service.lifecycle.call(service.client):
@@ -120,7 +132,7 @@ class Routes:
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /tokenize`: ids of a prompt, or of a chat as it would be sent to the model."""
         service = self._service
-        request, unknown = read(TokenizeRequest, await self._body(receive))
+        request, unknown = await self._read(TokenizeRequest, await self._body(receive))
         service.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
@@ -128,28 +140,33 @@ class Routes:
             ids = (await chat_prompt(service, request, request.messages)).token_ids
         else:
             text, add_special = request.prompt or "", request.add_special_tokens is not False
+            check_num_chars(service, len(text), "prompt")
             control = control_of(service, request.split_special_tokens)
             ids = await service.workers.run(
-                lambda: service.tokenizer.encode(text, add_special_tokens=add_special, control=control)
+                lambda: service.tokenizer.encode(text, add_special_tokens=add_special, control=control), size=len(text)
             )
-        texts = [service.tokenizer.token_text(token_id) for token_id in ids] if request.return_token_strs else None
-        reply = TokenizeReply(len(ids), service.client.info.max_model_len, ids, texts)
-        await send_json(msgspec.json.encode(reply), send, headers=self._ignored.headers(unknown))
+
+        def reply() -> bytes:
+            texts = [service.tokenizer.token_text(token_id) for token_id in ids] if request.return_token_strs else None
+            return msgspec.json.encode(TokenizeReply(len(ids), service.client.info.max_model_len, ids, texts))
+
+        await send_json(await service.workers.run(reply, size=len(ids)), send, headers=self._ignored.headers(unknown))
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /detokenize`: the text of token ids, special tokens included."""
         service = self._service
-        request, unknown = read(DetokenizeRequest, await self._body(receive))
+        request, unknown = await self._read(DetokenizeRequest, await self._body(receive))
         service.check_model(request.model)
+        check_num_ids(service, len(request.tokens), "tokens")
         ids = checked_ids(service, request.tokens, "tokens") if request.tokens else []
-        text = await service.workers.run(lambda: service.tokenizer.decode(ids, skip_special_tokens=False))
+        text = await service.workers.run(lambda: service.tokenizer.decode(ids, skip_special_tokens=False), size=len(ids))
         await send_json(msgspec.json.encode(DetokenizeReply(text)), send, headers=self._ignored.headers(unknown))
 
     async def explain(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`GET` or `POST /v1/cache/explain`: what a prompt would hit now and why not more, without running it."""
         service = self._service
         data = await self._body(receive) if scope["method"] == "POST" else _query_as_json(scope)
-        request, unknown = read(ExplainRequest, data)
+        request, unknown = await self._read(ExplainRequest, data)
         service.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
@@ -201,6 +218,18 @@ class Routes:
 
     def _arrived(self, scope: Scope) -> Arrived:
         return Arrived(self._ids.next(), time.monotonic(), _wants_explanation(scope), scope[TENANT_SALT])
+
+    async def _read(self, kind: type[R], body: bytes) -> tuple[R, list[str]]:
+        """See `read`. What is large is counted first, and decoded in a thread."""
+        if len(body) <= LOOP_NBYTES:
+            return read(kind, body)
+        max_model_len = self._service.client.info.max_model_len
+
+        def read_large() -> tuple[R, list[str]]:
+            check_shape(kind, body, max_model_len)
+            return read(kind, body)
+
+        return await self._service.workers.run(read_large, size=len(body))
 
     async def _body(self, receive: Receive) -> bytes:
         return await read_body(receive, self._service.settings.max_body_nbytes)

@@ -17,7 +17,7 @@ from hybridserve.server.connections import KEEP_ALIVE_S, MAX_HEADER_NBYTES
 from hybridserve.server.fault import send_json
 from hybridserve.server.openapi import openapi
 from hybridserve.server.service import Service
-from hybridserve.server.wire import MAX_MESSAGES, MAX_PROMPTS, MAX_SEQUENCES
+from hybridserve.server.wire import MAX_DEPTH, MAX_MESSAGES, MAX_PROMPTS, MAX_SEQUENCES, MAX_VALUES
 
 #: How long `/metrics` waits for the engine's numbers before it shows the last ones.
 STATS_LIMIT_S = 2.0
@@ -53,6 +53,8 @@ class StatusRoutes:
             "max_prompts": MAX_PROMPTS,
             "max_sequences_per_request": MAX_SEQUENCES,
             "max_messages": MAX_MESSAGES,
+            "max_values": MAX_VALUES,
+            "max_depth": MAX_DEPTH,
             "max_stop_strings": bounds.MAX_STOP_STRINGS,
             "max_stop_string_chars": bounds.MAX_STOP_STRING_CHARS,
             "max_stop_token_ids": bounds.MAX_STOP_TOKEN_IDS,
@@ -60,6 +62,8 @@ class StatusRoutes:
             "max_cache_salt_chars": bounds.MAX_CACHE_SALT_CHARS,
             "max_cache_marks": bounds.MAX_CACHE_MARKS,
             "max_body_nbytes": settings.max_body_nbytes,
+            "max_bodies_nbytes": settings.max_bodies_nbytes,
+            "max_prompt_chars": info.max_model_len * self._service.tokenizer.max_token_chars,
             "request_timeout_s": settings.request_timeout_s,
             "max_places": places.total,
             "max_places_per_client": places.max_per_client,

@@ -13,7 +13,7 @@ from starlette.types import Receive, Send
 
 from hybridserve.engine.messages import EngineClient
 from hybridserve.engine.unread import Unread
-from hybridserve.server.fault import error_body, told
+from hybridserve.server.fault import ENDINGS, error_body, told
 from hybridserve.server.generation import Choice, Delta
 
 #: How long the headers wait for a first output, so that a refusal can still be a status code.
@@ -91,7 +91,9 @@ async def send_stream(
             async with _kept_alive(writer):
                 await _write_all(choices, client, events, writer, unread, max_at_once)
             last = events.close(choices) + _DONE
-        except Exception as error:
+        except ENDINGS:
+            raise
+        except BaseException as error:  # a panic of compiled code is no Exception
             if not writer.is_begun:
                 raise
             last = b"data: " + error_body(told(error)) + b"\n\n"

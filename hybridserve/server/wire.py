@@ -4,6 +4,7 @@ Owns what a client may send. Must not know the engine or how a reply looks. Rout
 checked against the model (`prompts.py`) and becomes `SamplingParams` in `sampling.py`. Null means left out, as clients send it.
 """
 
+import heapq
 import re
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -11,11 +12,17 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from hybridserve.errors import RequestError
+from hybridserve.server.json_shape import shape_of
 from hybridserve.server.unsupported import UNSUPPORTED, refuse_unsupported
 
 #: Prompts in one completion request, and sequences that one request may ask for (prompts times n).
 MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
+#: Bodies up to so many bytes are decoded on the event loop; what larger ones hold is counted before.
+LOOP_NBYTES = 2**16
+#: Values beside token ids that a body may hold, and how deep: a decoder makes them all in one call that lets nothing else run.
+MAX_VALUES = 2**17
+MAX_DEPTH = 64
 #: Messages in one chat: a template may loop over them twice.
 MAX_MESSAGES = 4096
 #: Names of unknown fields that are told back.
@@ -189,6 +196,20 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 R = TypeVar("R", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, ExplainRequest)
 
 
+def check_shape(kind: type[R], body: bytes, max_model_len: int) -> None:
+    """Raise RequestError for a body of more values than the route takes from a model of this context, or of too deep ones."""
+    limit = MAX_VALUES + _PROMPTS_OF_IDS.get(kind, 0) * max_model_len
+    shape = shape_of(body)
+    if shape.num_values > limit:
+        raise RequestError(f"the body holds {shape.num_values} values; at most {limit} here; send fewer or shorter lists")
+    if shape.depth > MAX_DEPTH:
+        raise RequestError(f"the body's values lie {shape.depth} deep; at most {MAX_DEPTH}; send flatter ones")
+
+
+#: How many prompts of token ids a route takes at their full length; more of them when they are shorter.
+_PROMPTS_OF_IDS: dict[type, int] = {CompletionRequest: 4, ExplainRequest: 1, DetokenizeRequest: 1}
+
+
 def read(kind: type[R], body: bytes) -> tuple[R, list[str]]:
     """A request from its body, and the names of fields that mean nothing here. Raises RequestError naming the field at fault."""
     try:
@@ -204,7 +225,7 @@ def read(kind: type[R], body: bytes) -> tuple[R, list[str]]:
     except (msgspec.ValidationError, RecursionError) as error:
         raise RequestError(_without_quotes(str(error)), param=_field_at_fault(str(error))) from error
     unknown = raw.keys() - set(kind.__struct_fields__) - _WITHOUT_EFFECT - UNSUPPORTED.keys()
-    return request, sorted(unknown)[:MAX_TOLD_NAMES] if unknown else []
+    return request, heapq.nsmallest(MAX_TOLD_NAMES, unknown)
 
 
 def _make_whole(kind: type[msgspec.Struct], raw: dict[str, Any]) -> None:
