@@ -112,9 +112,9 @@ class Sample:
         self.expected: dict[str, tuple[object, ...]] = {}
         expect = ConfigReader.expect
 
-        def note(reader: ConfigReader, key: str, *allowed: object) -> None:
+        def note(reader: ConfigReader, key: str, *allowed: object, given: str = "") -> None:
             self.expected[key] = allowed
-            expect(reader, key, *allowed)
+            expect(reader, key, *allowed, given=given)
 
         ops = select(torch.device("cpu"), torch.float32, ["reference"]).ops
         with mock.patch.object(ConfigReader, "expect", note):

@@ -22,8 +22,8 @@ from tests.tiny_models import SIZES as _SIZES
 from tests.tiny_models import VOCAB_SIZE
 
 __all__ = [
-    "TINY", "VOCAB_SIZE", "load_file", "make", "read_config", "released_config", "rewrite_config", "rewrite_tensors", "save",
-    "save_released",
+    "TINY", "VOCAB_SIZE", "fill", "load_file", "make", "read_config", "released_config", "rewrite_config",
+    "rewrite_tensors", "save", "save_released",
 ]  # fmt: skip
 _GATED_DELTA = {
     "linear_num_key_heads": 2,
@@ -209,7 +209,12 @@ TINY: Mapping[str, Callable[[], tf.PreTrainedModel]] = {
 def make(name: str, seed: int = 0) -> tf.PreTrainedModel:
     """A tiny fp32 model in which every parameter matters: matrices large enough to mix, norms and biases away from neutral."""
     torch.manual_seed(seed)
-    model = TINY[name]().eval()
+    return fill(TINY[name]())
+
+
+def fill(model: tf.PreTrainedModel) -> tf.PreTrainedModel:
+    """Give a model random weights, every one of which matters; from torch's current seed."""
+    model.eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if path.endswith(("A_log", "dt_bias")):

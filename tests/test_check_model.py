@@ -339,6 +339,7 @@ def lose_shard(folder: Path) -> None:
     write("model.safetensors.index.json", json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}))(
         folder
     )
+    (folder / "model.safetensors").unlink()
 
 
 def point_elsewhere(folder: Path) -> None:

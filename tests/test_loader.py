@@ -15,7 +15,7 @@ from hybridserve.backends.select import select
 from hybridserve.config import EngineSettings
 from hybridserve.errors import HybridServeError, UnsafeContentError, UnsupportedModelError, UsageError, WeightsError
 from hybridserve.models import CausalLM, build_model, load, load_dummy, load_weights, plan_weights, resolve
-from tests.checkpoints import VOCAB_SIZE, make, read_config, rewrite_config, rewrite_tensors, save
+from tests.checkpoints import VOCAB_SIZE, make, read_config, rewrite_config, rewrite_tensors, save, save_released
 from tests.driver import Driver
 
 CPU = torch.device("cpu")
@@ -230,6 +230,56 @@ def test_a_tied_head_on_disk_is_left_alone(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     rewrite_tensors(tmp_path, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
     assert open_folder(tmp_path).lm_head is None
+
+
+#: A model, a tensor of it that says again what another holds (and that other, where it is not stored), what the refusal names.
+REPEATED = [
+    ("qwen3", "lm_head.weight", "model.embed_tokens.weight", ["tie_word_embeddings", "model.embed_tokens.weight"]),
+    ("gemma3", "lm_head.weight", "model.embed_tokens.weight", ["tie_word_embeddings"]),
+    ("mamba", "lm_head.weight", "backbone.embeddings.weight", []),
+    (
+        "zamba2",
+        "model.layers.4.shared_transformer.feed_forward.down_proj.weight",
+        "model.layers.1.shared_transformer.feed_forward.down_proj.weight",
+        ["model.layers.1.shared_transformer.feed_forward.down_proj.weight"],
+    ),
+    ("minimax", "model.layers.1.self_attn.slope_rate", None, ["config.json"]),
+]
+
+
+@pytest.mark.parametrize(("name", "repeated", "original", "words"), REPEATED)
+def test_what_repeats_another_tensor_is_left_alone_or_refused(
+    name: str, repeated: str, original: str | None, words: list[str], tmp_path: Path
+) -> None:
+    save(make(name), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    if original is not None:
+        tensors[repeated] = tensors[original].clone()
+        config = read_config(tmp_path)
+        rewrite_config(tmp_path, {**config, "tie_word_embeddings": True})
+        if name == "mamba":
+            tensors["lm_head.weight"] = tensors[original].clone()
+    rewrite_tensors(tmp_path, tensors)
+    open_folder(tmp_path)
+    tensors[repeated].flatten()[-1] += 0.25
+    rewrite_tensors(tmp_path, tensors)
+    refused(WeightsError, tmp_path, repeated, *words)
+
+
+def test_a_missing_tensor_is_named_as_the_file_spells_its_like(tmp_path: Path) -> None:
+    save_released(make("qwen3_5_moe"), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.language_model.layers.2.mlp.experts.gate_up_proj"]
+    rewrite_tensors(tmp_path, tensors)
+    refused(WeightsError, tmp_path, "1 missing: model.language_model.layers.2.mlp.experts.gate_up_proj.")
+
+
+def test_one_file_counts_before_an_index_that_does_not_name_it(sharded: Path) -> None:
+    """As for transformers. An index may name it, too: then that is one of its shards."""
+    tensors = {name: tensor for path in sharded.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    tensors["model.norm.weight"] += 1.0
+    rewrite_tensors(sharded, tensors)
+    assert torch.equal(open_folder(sharded).norm.weight, tensors["model.norm.weight"])
 
 
 def test_the_plan_reads_no_data(folder: Path) -> None:

@@ -101,7 +101,10 @@ def _olmo3() -> tf.PreTrainedModel:
 
 def _olmo_hybrid() -> tf.PreTrainedModel:
     kinds = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
-    config = tf.OlmoHybridConfig(**SIZES, **HEADS, num_hidden_layers=4, layer_types=kinds, intermediate_size=48)
+    without_positions = {"rope_type": "default", "rope_theta": None}
+    config = tf.OlmoHybridConfig(
+        **SIZES, **HEADS, num_hidden_layers=4, layer_types=kinds, intermediate_size=48, rope_parameters=without_positions
+    )
     return tf.OlmoHybridForCausalLM(config)
 
 

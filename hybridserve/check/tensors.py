@@ -15,7 +15,7 @@ from hybridserve.check.source import Entries
 from hybridserve.config import format_nbytes
 from hybridserve.errors import WeightsError
 from hybridserve.models import CausalLM
-from hybridserve.models.loader import MatchedWeights, match_weights
+from hybridserve.models.loader import MatchedWeights, check_stated, match_weights
 from hybridserve.models.shards import read_tensors
 
 #: Elements looked at in one go: a copy of them is made.
@@ -26,6 +26,7 @@ _SHOWN = 6
 def check_tensors(model: CausalLM, entries: Entries) -> list[Finding]:
     """That every parameter is filled and every tensor used. Raises WeightsError with what is missing, extra or misshapen."""
     matched = match_weights(model, entries)
+    check_stated(model, matched)
     used = {piece.tensor for piece in matched.pieces}
     num_parameters = sum(1 for _ in model.parameters())
     findings = [passed("tensors", f"{len(used)} tensors fill all {num_parameters} parameters; no other shape, none missing")]

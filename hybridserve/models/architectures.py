@@ -5,6 +5,7 @@ itself: their files register themselves. Called by `loader.py` and `check-model`
 """
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
@@ -61,10 +62,19 @@ def _build(name: str, config: Mapping[str, object], ops: Ops, dtype: torch.dtype
             raise UnsupportedModelError(
                 f"config.json: no {name} can have these values: {error}; take the file that was published with the weights"
             ) from error
+        if isinstance(error, UnsupportedModelError) and not str(error).startswith("config.json"):
+            raise UnsupportedModelError(f"config.json: {error}{_origin(str(error), reader)}") from error
         raise
     reader.finish()
     model.quantisation = read_quantisation(config, architecture=name, ignore_keys=ignore_keys)
     return model.requires_grad_(False).eval()
+
+
+def _origin(text: str, reader: ConfigReader) -> str:
+    """Which keys hold the numbers that a layer's refusal speaks of: it knows its own names only."""
+    numbers = {float(one) for one in re.findall(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?", text)}
+    keys = [f"{key} is {value}" for key, value in reader.numbers().items() if value in numbers]
+    return f" ({', '.join(keys)})" if keys else ""
 
 
 def _refusal(name: str, config: Mapping[str, object], ops: Ops, dtype: torch.dtype) -> str:

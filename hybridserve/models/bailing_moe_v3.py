@@ -15,6 +15,7 @@ from hybridserve.models.decoder import CausalLM
 from hybridserve.models.deepseek_v3 import (
     RENAMES,
     UNUSED_KEYS,
+    RoutingDefaults,
     ignored_drafts,
     make_mlps,
     read_info,
@@ -58,7 +59,7 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     )
     rotary = read_latent_rotary(config, info.max_positions, default_theta=6_000_000.0)
     mla = read_mla(config, rotary, output_gate=True)
-    mlps = make_mlps(config, read_sigmoid_moe(config), read_sparse_layers(config, 2), ops, dtype)
+    mlps = make_mlps(config, read_sigmoid_moe(config, RoutingDefaults(2.5, 8, 4)), read_sparse_layers(config, 2), ops, dtype)
     layers = make_hybrid_layers(info, eps, _read_kinds(config), kda, mla, mlps, ops, dtype)
     return CausalLM(
         info,

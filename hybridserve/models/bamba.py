@@ -16,7 +16,7 @@ from hybridserve.models.falcon_h1 import WEIGHTS
 from hybridserve.models.granite_moe_hybrid import read_mamba_head_dim, read_time_step_limit
 from hybridserve.models.llama import read_info
 from hybridserve.models.mlp import SwiGLU
-from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
+from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_spelled_layer_types
 from hybridserve.models.rope import read_rotary
 
 
@@ -25,15 +25,15 @@ def _read_kinds(config: ConfigReader) -> list[str]:
     num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
     attention = set(config.read("attn_layer_indices", list[int], []))
     default = ["full_attention" if i in attention else "linear_attention" for i in range(num_layers)]
-    key = "layers_block_type" if config.has("layers_block_type") else "layer_types"
-    config.ignore("layers_block_type", "layer_types")
-    return read_layer_types(config, num_layers, ("linear_attention", "full_attention"), default, key)
+    allowed = ("linear_attention", "full_attention")
+    return read_spelled_layer_types(config, num_layers, allowed, default, ("layers_block_type", "layer_types"))
 
 
 def _read_attention(config: ConfigReader, max_positions: int) -> AttentionConfig:
     hidden, num_heads = config.read_size("hidden_size"), config.read_size("num_attention_heads")
     head_dim = config.read_size("head_dim", max(1, hidden // num_heads))
     bias = config.read("attention_bias", bool, False)
+    config.expect("partial_rotary_factor", 0.5)  # the published class turns half of a head, whatever it says beside the others
     return AttentionConfig(
         hidden_size=hidden,
         num_heads=num_heads,

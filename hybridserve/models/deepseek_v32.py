@@ -15,7 +15,7 @@ from hybridserve.mixers.indexed_mla import IndexedMLAConfig
 from hybridserve.mixers.mla import MLAConfig
 from hybridserve.models.architectures import architectures
 from hybridserve.models.decoder import CausalLM
-from hybridserve.models.deepseek_v3 import assemble, read_attention, read_info
+from hybridserve.models.deepseek_v3 import ROUTING, assemble, read_attention, read_info, read_sigmoid_moe, read_sparse_layers
 from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
 
 
@@ -48,7 +48,8 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a DeepSeek-V3.2."""
     num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
     expect_indexed(config, num_layers)
+    config.expect("rope_interleave", True)  # the published class has no other way
     attention = read_attention(config, read_info(config).max_positions)
     indexed = with_index(attention, read_index(config, attention, interleaved=False))
     token_mixers = [mixers["indexed_mla"](indexed, ops, dtype) for _ in range(num_layers)]
-    return assemble(config, token_mixers, ops, dtype, default_dense=3)
+    return assemble(config, token_mixers, read_sigmoid_moe(config, ROUTING), read_sparse_layers(config, 3), ops, dtype)

@@ -6,6 +6,7 @@ Owns how its config is read and its weights are named. Called through the table 
 import torch
 
 from hybridserve.backends.ops import Ops
+from hybridserve.errors import UnsupportedModelError
 from hybridserve.mixers.attention import AttentionConfig
 from hybridserve.mixers.base import mixers
 from hybridserve.mixers.mamba2 import Mamba2Config
@@ -87,6 +88,11 @@ def _read_attention(config: ConfigReader, max_positions: int) -> AttentionConfig
     hidden, num_heads = config.read_size("hidden_size"), config.read_size("num_attention_heads")
     head_dim = config.read_size("head_dim", max(1, hidden // num_heads))
     bias = config.read("attention_bias", bool, False)
+    key_multiplier = config.read("key_multiplier", float, 1.0)
+    if key_multiplier == 0:
+        raise UnsupportedModelError(
+            f"config.json: {config.name('key_multiplier')} is 0, with which all scores are equal; take the published config.json"
+        )
     return AttentionConfig(
         hidden_size=hidden,
         num_heads=num_heads,
@@ -94,8 +100,8 @@ def _read_attention(config: ConfigReader, max_positions: int) -> AttentionConfig
         head_dim=head_dim,
         qkv_bias=bias,
         out_bias=bias,
-        rotary=read_rotary(config, head_dim, max_positions),
-        key_multiplier=config.read("key_multiplier", float, 1.0),
+        rotary=read_rotary(config, head_dim, max_positions, default_theta=10_000.0, plain_is_whole=True),
+        key_multiplier=key_multiplier,
     )
 
 

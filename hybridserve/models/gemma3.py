@@ -34,7 +34,6 @@ WEIGHTS = WeightMap(
     ignored=(
         r".*\.rotary_emb\.inv_freq",
         r"(model\.)?(vision_tower|multi_modal_projector)\..*",
-        r"(language_model\.)?lm_head\.weight",  # always the embedding's
     ),
 )
 _THETAS = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
@@ -99,6 +98,8 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     text.expect("tie_word_embeddings", True)
     text.expect("attn_logit_softcapping")  # null in every release; the published class never applies it
     info = _read_info(text)
+    if text is not config:
+        text.expect("final_logit_softcapping")  # the wrapper never applies it
     eps, width = text.read("rms_norm_eps", float, 1e-6), text.read_size("intermediate_size")
     activation: Activation = "gelu_tanh"
     rotary = read_rotary_by_kind(

@@ -23,6 +23,7 @@ from hybridserve.models.decoder import CausalLM, Streams
 from hybridserve.models.deepseek_v3 import (
     RENAMES,
     UNUSED_KEYS,
+    RoutingDefaults,
     ignored_drafts,
     make_mlps,
     read_info,
@@ -122,8 +123,8 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
         each.expect("tie_word_embeddings", False)
     info, eps = read_info(text), text.read("rms_norm_eps", float)
     token_mixers = _make_mixers(text, ops, dtype)
-    moe = read_sigmoid_moe(text, limit=text.read("swiglu_limit", float, 10.0))
-    mlps = make_mlps(text, moe, read_sparse_layers(text, 3), ops, dtype)
+    moe = read_sigmoid_moe(text, RoutingDefaults(2.5), limit=text.read("swiglu_limit", float, 10.0))
+    mlps = make_mlps(text, moe, read_sparse_layers(text, 3, is_counted=False), ops, dtype)
     num_streams = text.read_size("hc_mult", 4, most=64)
     hc_eps, rounds = text.read("hc_eps", float, 1e-6), text.read_size("hc_sinkhorn_iters", 20, most=1000)
 
@@ -148,10 +149,15 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
             _RENAMES,
             (*KDA_RULES, *RULES),
             prefixes=("model.language_model.", "model."),
-            ignored=(*_IGNORED, *ignored_drafts(text, len(layers))),
+            ignored=(*_IGNORED, *ignored_drafts(text, len(layers)), *_unused_pooling(text)),
         ),
         streams=EqualStreams(num_streams),
     )
+
+
+def _unused_pooling(config: ConfigReader) -> tuple[str, ...]:
+    """Weights that choose among the tokens of a group: with one token a group they choose nothing, but are stored."""
+    return () if config.read_size("index_kpool", 16) > 1 else (r".*\.indexer\.index_kpool_compress_(ape|gate)",)
 
 
 def _make_mixers(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> list[Mixer]:

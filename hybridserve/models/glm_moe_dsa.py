@@ -11,7 +11,14 @@ from hybridserve.errors import UnsupportedModelError
 from hybridserve.mixers.base import mixers
 from hybridserve.models.architectures import architectures
 from hybridserve.models.decoder import CausalLM
-from hybridserve.models.deepseek_v3 import assemble, read_attention, read_info
+from hybridserve.models.deepseek_v3 import (
+    RoutingDefaults,
+    assemble,
+    read_attention,
+    read_info,
+    read_sigmoid_moe,
+    read_sparse_layers,
+)
 from hybridserve.models.deepseek_v32 import expect_indexed, read_index, with_index
 from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
 
@@ -37,6 +44,7 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a GLM-5."""
     num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
     expect_indexed(config, num_layers)
+    config.expect("rope_interleave", True)  # the published class has no other way
     attention = read_attention(config, read_info(config).max_positions)
     index = read_index(config, attention, interleaved=True)
     types = read_indexer_types(config, num_layers)
@@ -46,4 +54,5 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
         )
     configs = [with_index(attention, index if one == "full" else None) for one in types]
     token_mixers = [mixers["indexed_mla"](one, ops, dtype) for one in configs]
-    return assemble(config, token_mixers, ops, dtype, default_dense=3)
+    moe = read_sigmoid_moe(config, RoutingDefaults(2.5))
+    return assemble(config, token_mixers, moe, read_sparse_layers(config, 3), ops, dtype)

@@ -17,7 +17,7 @@ from hybridserve.models.architectures import architectures
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.llama import read_info
 from hybridserve.models.moe import MoE, MoeConfig
-from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
+from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_choice, read_layer_types
 from hybridserve.models.rope import read_rotary
 from hybridserve.models.weights import Rule, Shape, Spelling, WeightMap
 
@@ -53,15 +53,23 @@ WEIGHTS = WeightMap(
 )
 
 
+#: Of a config that says nothing of it.
+_DEFAULT_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
 def _read_moe(config: ConfigReader) -> MoeConfig:
     """The best k, softmax over those; (min(gate, l) * sigmoid(1.702 min(gate, l))) * (up within l + 1)."""
     config.expect("hidden_act", "silu")  # what the published config says of it; the experts' own function has no key
     config.expect("swiglu_alpha", 1.702)
-    num_chosen = config.read_size("num_experts_per_tok", most=65536)
+    config.spell("num_local_experts", "num_experts")
+    num_experts, num_chosen = read_choice(config, "num_local_experts", "num_experts_per_tok")
     config.expect("experts_per_token", num_chosen)
     return MoeConfig(
         hidden_size=config.read_size("hidden_size"),
-        num_experts=config.read_size("num_local_experts", most=65536),
+        num_experts=num_experts,
         num_chosen=num_chosen,
         width=config.read_size("intermediate_size"),
         routing="topk_softmax",
@@ -83,7 +91,9 @@ def _read_attention(config: ConfigReader, max_positions: int, window: int | None
         head_dim=head_dim,
         qkv_bias=bias,
         out_bias=bias,
-        rotary=read_rotary(config, head_dim, max_positions, default_theta=150_000.0),
+        rotary=read_rotary(
+            config, head_dim, max_positions, default_theta=150_000.0, plain_is_whole=True, default_parameters=_DEFAULT_ROPE
+        ),
         window=window,
         sinks=True,
     )

@@ -20,7 +20,7 @@ from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.llama import read_info
 from hybridserve.models.mlp import SwiGLU
 from hybridserve.models.moe import MoE, MoeConfig
-from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
+from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_choice, read_spelled_layer_types
 from hybridserve.models.rope import read_rotary
 from hybridserve.models.weights import DEPTHWISE, Rule, Spelling, WeightMap
 
@@ -97,26 +97,21 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
 
 def _read_kinds(config: ConfigReader) -> list[str]:
     num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
-    key = "layer_types" if config.has("layer_types") else "layers_block_type"
-    config.ignore("layer_types", "layers_block_type")
-    return read_layer_types(config, num_layers, ("linear_attention", "full_attention"), ["linear_attention"] * num_layers, key)
+    allowed, default = ("linear_attention", "full_attention"), ["linear_attention"] * num_layers
+    return read_spelled_layer_types(config, num_layers, allowed, default, ("layer_types", "layers_block_type"))
 
 
 def _make_mlp(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> nn.Module:
     hidden, shared = config.read_size("hidden_size"), config.read_size("shared_intermediate_size")
-    num_experts, num_chosen = config.read("num_local_experts", int, 0), config.read("num_experts_per_tok", int, 0)
-    width = config.read_size("intermediate_size", shared)
-    if num_experts == 0:
+    if config.read("num_local_experts", int, 8) == 0:
+        config.ignore("num_experts_per_tok", "intermediate_size")
         return SwiGLU(hidden, shared, ops, dtype)
-    if not 0 < num_chosen <= num_experts <= 65536:
-        raise UnsupportedModelError(
-            f"config.json: num_experts_per_tok is {num_chosen} of num_local_experts {num_experts}; it must be from 1 to that"
-        )
+    num_experts, num_chosen = read_choice(config, "num_local_experts", "num_experts_per_tok", default_experts=8, default_chosen=2)
     moe = MoeConfig(
         hidden_size=hidden,
         num_experts=num_experts,
         num_chosen=num_chosen,
-        width=width,
+        width=config.read_size("intermediate_size"),
         routing="topk_softmax",
         shared_width=shared,
     )
@@ -129,7 +124,7 @@ def _read_attention(config: ConfigReader, max_positions: int) -> AttentionConfig
     config.expect("position_embedding_type", "nope", "rope")
     rotary = None
     if config.read("position_embedding_type", str, "nope") == "rope":
-        rotary = read_rotary(config, head_dim, max_positions, default_theta=10_000.0)
+        rotary = read_rotary(config, head_dim, max_positions, default_theta=10_000.0, plain_is_whole=True)
     else:
         config.ignore("rope_theta", "rope_scaling", "rope_parameters")
     bias = config.read("attention_bias", bool, False)
@@ -138,7 +133,7 @@ def _read_attention(config: ConfigReader, max_positions: int) -> AttentionConfig
         num_heads=num_heads,
         num_kv_heads=config.read_size("num_key_value_heads", num_heads),
         head_dim=head_dim,
-        scale=config.read("attention_multiplier", float, 1.0),
+        scale=None if config.is_null("attention_multiplier") else config.read("attention_multiplier", float, 1.0),
         qkv_bias=bias,
         out_bias=bias,
         rotary=rotary,

@@ -19,7 +19,7 @@ from hybridserve.models.mamba import read_time_step_rank
 from hybridserve.models.mlp import SwiGLU
 from hybridserve.models.moe import MoE, MoeConfig
 from hybridserve.models.qwen3_next import RULES
-from hybridserve.models.reader import MAX_LAYERS, ConfigReader
+from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_choice
 from hybridserve.models.weights import WeightMap
 
 WEIGHTS = WeightMap(
@@ -76,12 +76,17 @@ def _read_mamba(config: ConfigReader) -> Mamba1Config:
     )
 
 
-def _read_moe(config: ConfigReader) -> MoeConfig:
-    """Softmax over all experts, the best k as they are."""
+def _read_moe(config: ConfigReader) -> MoeConfig | None:
+    """Softmax over all experts, the best k as they are; None where the only expert is an MLP."""
+    config.spell("num_experts", "num_local_experts")
+    if config.read("num_experts", int, 16) == 1:
+        config.ignore("num_experts_per_tok")
+        return None
+    num_experts, num_chosen = read_choice(config, "num_experts", "num_experts_per_tok", default_experts=16, default_chosen=2)
     return MoeConfig(
         hidden_size=config.read_size("hidden_size"),
-        num_experts=config.read_size("num_experts", 16, most=65536),
-        num_chosen=config.read_size("num_experts_per_tok", 2, most=65536),
+        num_experts=num_experts,
+        num_chosen=num_chosen,
         width=config.read_size("intermediate_size"),
         routing="softmax_topk",
         renormalise=False,
@@ -99,16 +104,16 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     eps, num_layers = config.read("rms_norm_eps", float), config.read_size("num_hidden_layers", most=MAX_LAYERS)
     attention, mamba, moe = _read_attention(config), _read_mamba(config), _read_moe(config)
     is_attention = _read_every(config, "attn", 8, 4, num_layers)
-    is_sparse = [one and moe.num_experts > 1 for one in _read_every(config, "expert", 2, 1, num_layers)]
+    is_sparse = [one and moe is not None for one in _read_every(config, "expert", 2, 1, num_layers)]
     # Lists that follow from the periods; transformers 4 wrote the first.
     config.expect("layers_block_type", ["attention" if one else "mamba" for one in is_attention])
-    config.expect("layers_num_experts", [moe.num_experts if one else 1 for one in is_sparse])
+    config.expect("layers_num_experts", [moe.num_experts if one and moe is not None else 1 for one in is_sparse])
 
     def make_mixer(attends: bool) -> Mixer:
         return mixers["attention"](attention, ops, dtype) if attends else mixers["mamba1"](mamba, ops, dtype)
 
     def make_mlp(sparse: bool) -> nn.Module:
-        return MoE(moe, ops, dtype) if sparse else SwiGLU(hidden, width, ops, dtype)
+        return SwiGLU(hidden, width, ops, dtype) if moe is None or not sparse else MoE(moe, ops, dtype)
 
     def make_norm() -> RMSNorm:
         return RMSNorm(hidden, eps, ops, dtype)

@@ -22,6 +22,7 @@ from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer, ModelInfo
 from hybridserve.models.deepseek_v3 import (
     RENAMES,
     UNUSED_KEYS,
+    RoutingDefaults,
     ignored_drafts,
     make_mlps,
     read_info,
@@ -152,7 +153,7 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     info, eps = read_info(config), config.read("rms_norm_eps", float)
     linear = config.nested("linear_attn_config")
     kinds = read_kinds(config, linear)
-    mlps = make_mlps(config, read_sigmoid_moe(config), read_sparse_layers(config, 1), ops, dtype)
+    mlps = make_mlps(config, read_sigmoid_moe(config, RoutingDefaults(2.446)), read_sparse_layers(config, 1), ops, dtype)
     layers = make_hybrid_layers(info, eps, kinds, read_kda(config, linear), read_mla(config, None), mlps, ops, dtype)
     return CausalLM(
         info,

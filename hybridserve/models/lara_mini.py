@@ -17,7 +17,7 @@ from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.llama import read_info
 from hybridserve.models.moe import MoE, MoeConfig
 from hybridserve.models.qwen3_next import RENAMES, RULES, read_gated_delta
-from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
+from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_choice, read_layer_types
 from hybridserve.models.rope import read_rotary
 from hybridserve.models.weights import Interleaved, Rule, Spelling, WeightMap
 
@@ -55,15 +55,17 @@ def _read_attention(config: ConfigReader, max_positions: int) -> AttentionConfig
         out_bias=bias,
         qk_norm="head",
         qk_norm_eps=config.read("rms_norm_eps", float),
-        rotary=read_rotary(config, head_dim, max_positions, default_theta=10_000.0),
+        rotary=read_rotary(config, head_dim, max_positions, default_theta=10_000.0, plain_is_whole=True),
     )
 
 
 def _read_moe(config: ConfigReader) -> MoeConfig:
+    config.spell("num_experts", "num_local_experts")
+    num_experts, num_chosen = read_choice(config, "num_experts", "num_experts_per_tok", default_experts=128)
     return MoeConfig(
         hidden_size=config.read_size("hidden_size"),
-        num_experts=config.read_size("num_experts", config.read("num_local_experts", int, 128), most=65536),
-        num_chosen=config.read_size("num_experts_per_tok", most=65536),
+        num_experts=num_experts,
+        num_chosen=num_chosen,
         width=config.read_size("moe_intermediate_size"),
         routing="softmax_topk",
         renormalise=config.read("norm_topk_prob", bool, True),

@@ -7,6 +7,7 @@ use the parts that they share. The final norm is called `embedding_norm` on disk
 import torch
 
 from hybridserve.backends.ops import Ops
+from hybridserve.errors import UnsupportedModelError
 from hybridserve.mixers.attention import AttentionConfig
 from hybridserve.mixers.base import Mixer, mixers
 from hybridserve.mixers.norm import RMSNorm
@@ -46,8 +47,8 @@ _UNUSED_KEYS = (
 
 def read_width(config: ConfigReader) -> int:
     """Width of the MLP: `block_ff_dim`, once `intermediate_size`, adjusted as the training code did."""
-    width = config.read_size("intermediate_size", 1)
-    width = config.read_size("block_ff_dim", width)
+    config.ignore("intermediate_size")
+    width = config.read_size("block_ff_dim" if config.has("block_ff_dim") else "intermediate_size")
     adjusted = config.read("block_auto_adjust_ff_dim", bool, True)
     multiplier = config.read("block_ffn_dim_multiplier", float, 1.0)
     multiple = config.read_size("block_multiple_of", 256)
@@ -95,9 +96,12 @@ def read_tied(config: ConfigReader) -> bool:
 
 def read_conv(config: ConfigReader, default_width: int) -> ShortConvConfig:
     """The short convolution that the family shares."""
+    width = config.read_size("conv_L_cache", default_width)
+    if width < 2:
+        raise UnsupportedModelError(f"config.json: {config.name('conv_L_cache')} is {width}; it must be at least 2")
     return ShortConvConfig(
         hidden_size=config.read_size("hidden_size"),
-        width=config.read_size("conv_L_cache", default_width),
+        width=width,
         bias=config.read("conv_bias", bool, False),
     )
 
@@ -113,5 +117,5 @@ def read_attention(config: ConfigReader, max_positions: int) -> AttentionConfig:
         head_dim=head_dim,
         qk_norm="head",
         qk_norm_eps=config.read("norm_eps", float),
-        rotary=read_rotary(config, head_dim, max_positions, default_theta=1_000_000.0),
+        rotary=read_rotary(config, head_dim, max_positions, default_theta=1_000_000.0, plain_is_whole=True),
     )

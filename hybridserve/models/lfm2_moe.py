@@ -3,6 +3,8 @@
 Owns how its config is read and its weights are named. Called through the table of architectures.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -15,7 +17,7 @@ from hybridserve.models.lfm2 import ATTENTION_RENAMES, RENAMES, RULES, read_atte
 from hybridserve.models.llama import read_info
 from hybridserve.models.mlp import SwiGLU
 from hybridserve.models.moe import MoE, MoeConfig
-from hybridserve.models.reader import ConfigReader
+from hybridserve.models.reader import ConfigReader, read_choice
 from hybridserve.models.weights import Rule, Spelling, WeightMap
 
 _EXPERTS = r"\1.feed_forward.experts.{expert}"
@@ -35,10 +37,11 @@ WEIGHTS = WeightMap(
 
 
 def _read_moe(config: ConfigReader) -> MoeConfig:
+    num_experts, num_chosen = read_choice(config, "num_experts", "num_experts_per_tok")
     return MoeConfig(
         hidden_size=config.read_size("hidden_size"),
-        num_experts=config.read_size("num_experts", most=65536),
-        num_chosen=config.read_size("num_experts_per_tok", most=65536),
+        num_experts=num_experts,
+        num_chosen=num_chosen,
         width=config.read_size("moe_intermediate_size"),
         routing="sigmoid",
         renormalise=config.read("norm_topk_prob", bool, True),
@@ -69,4 +72,7 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
         DecoderLayer([Branch(make_mixer(kind))], make_norm(), make_mlp(i), make_norm())
         for i, kind in enumerate(read_kinds(config))
     ]
-    return CausalLM(info, layers, make_norm(), ops, dtype, tied=read_tied(config), weight_map=WEIGHTS)
+    # Without its use the bias is stored all the same.
+    ignored = WEIGHTS.ignored if moe.choice_bias else (*WEIGHTS.ignored, r".*\.feed_forward\.expert_bias")
+    weight_map = replace(WEIGHTS, ignored=ignored)
+    return CausalLM(info, layers, make_norm(), ops, dtype, tied=read_tied(config), weight_map=weight_map)

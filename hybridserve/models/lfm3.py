@@ -4,6 +4,8 @@ Owns how its config is read and its weights are named. Called through the table 
 `Lfm3ForCausalLM`.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from hybridserve.backends.ops import Ops
@@ -30,7 +32,12 @@ WEIGHTS = WeightMap(
         *RULES,
     ),
 )
-_THETAS = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
+_THETAS = {"full_attention": 1_000_000.0, "sliding_attention": 1_000_000.0}
+#: Of a config that says nothing of it.
+_DEFAULT_ROPE: Mapping[str, Mapping[str, object]] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
+}
 
 
 def _read_attention(config: ConfigReader, rotary: RotaryConfig, window: int | None) -> AttentionConfig:
@@ -53,12 +60,21 @@ def _read_attention(config: ConfigReader, rotary: RotaryConfig, window: int | No
 @architectures.register("Lfm3ForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out an LFM3."""
+    config.spell("norm_eps", "rms_norm_eps")
     info = read_info(config)
     eps, width = config.read("norm_eps", float), config.read_size("intermediate_size")
     has_after_norms = config.read("use_sandwich_norm", bool, True)
     num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
     windows = {"full_attention": None, "sliding_attention": config.read_size("sliding_window", 256)}
-    rotary = read_rotary_by_kind(config, config.read_size("head_dim", 128), info.max_positions, _THETAS)
+    config.expect("rope_scaling", {})  # one for both kinds: its class cannot be given that
+    rotary = read_rotary_by_kind(
+        config,
+        config.read_size("head_dim", 128),
+        info.max_positions,
+        _THETAS,
+        sliding_theta_key="rope_theta",
+        default_parameters=_DEFAULT_ROPE,
+    )
     attention = {kind: _read_attention(config, rotary[kind], window) for kind, window in windows.items()}
     conv = read_conv(config, 7)
 

@@ -76,6 +76,6 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
         head_dim=head_dim,
         qkv_bias=bias,
         out_bias=bias,
-        rotary=read_rotary(config, head_dim, info.max_positions, default_theta=10_000.0),
+        rotary=read_rotary(config, head_dim, info.max_positions, default_theta=10_000.0, plain_is_whole=True),
     )
     return build_decoder(config, attention, info, ops, dtype)

@@ -134,7 +134,7 @@ def load_weights(model: CausalLM, folder: ModelFolder, device: torch.device, *, 
     data is read.
     """
     matched = plan_weights(model, folder)
-    _check_stated(model, matched.entries)
+    check_stated(model, matched)
     filling = _Filling(model, device)
     by_tensor: dict[str, list[Piece]] = {}
     for piece in matched.pieces:
@@ -199,14 +199,34 @@ def host_parameters(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters() if name.partition(".parts.")[0] in tables}
 
 
-def _check_stated(model: CausalLM, entries: Mapping[str, TensorEntry]) -> None:
-    """Compare the tensors whose values follow from the config. Raises WeightsError naming the first that differs."""
+def check_stated(model: CausalLM, matched: MatchedWeights) -> None:
+    """Compare the tensors that say again what the config or another tensor says. Raises WeightsError naming one that differs."""
+    entries = matched.entries
     stated = model.weight_map.stated_in(entries)
     for name, tensor in read_tensors({name: entries[name] for name in stated}):
-        if tuple(tensor.flatten().tolist()) != stated[name]:
+        if not _is_close(tensor.flatten().tolist(), stated[name]):
             raise WeightsError(
                 f"{name} in {entries[name].file.name} holds other numbers than config.json gives; take both from the same release"
             )
+    for name, (original, remedy) in model.weight_map.copies_in(entries, matched.pieces).items():
+        if original not in entries or not _is_copy(name, original, entries):
+            raise WeightsError(f"{name} in {entries[name].file.name} differs from {original}, which it must repeat: {remedy}")
+
+
+def _is_close(found: Sequence[float], wanted: Sequence[float]) -> bool:
+    """Whether whole numbers are equal, and others as far as 16 bits go."""
+    return len(found) == len(wanted) and all(
+        a == b if isinstance(b, int) else math.isclose(a, b, rel_tol=2**-7) for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def _is_copy(name: str, original: str, entries: Mapping[str, TensorEntry]) -> bool:
+    """Whether two tensors are equal, byte for byte."""
+    a, b = entries[name], entries[original]
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    tensors = dict(read_tensors({name: a, original: b}))
+    return torch.equal(tensors[name].flatten().view(torch.uint8), tensors[original].flatten().view(torch.uint8))
 
 
 def load_dummy(model: CausalLM, device: torch.device, *, seed: int, progress: Progress | None = None) -> LoadReport:

@@ -6,7 +6,7 @@ feeds the residual as well, and both are weighted.
 Letters: T rows, D hidden.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -24,7 +24,7 @@ from hybridserve.models.architectures import architectures
 from hybridserve.models.decoder import CausalLM, Layer
 from hybridserve.models.llama import read_info
 from hybridserve.models.moe import MoE, MoeConfig
-from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
+from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_choice, read_layer_types
 from hybridserve.models.rope import read_rotary
 from hybridserve.models.weights import Rule, Spelling, WeightMap
 
@@ -50,8 +50,8 @@ WEIGHTS = WeightMap(
             (Spelling((f"{_EXPERTS}.w2.weight",), per_expert=True), Spelling((r"\1.mlp.experts.down_proj",))),
         ),
     ),
-    # Tables that follow from the number of heads and layers and the published block size.
-    ignored=(r".*\.rotary_emb\.inv_freq", r".*\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)"),
+    # Tables that follow from the slopes and the published block size.
+    ignored=(r".*\.rotary_emb\.inv_freq", r".*\.self_attn\.(query_decay|key_decay|diagonal_decay)"),
 )
 
 
@@ -117,7 +117,7 @@ def _read_attention(config: ConfigReader, max_positions: int, head_dim: int) -> 
     """Attention; `rotary_dim`, where it is stated, is the turned part of a head."""
     config.expect("sliding_window")
     num_heads = config.read_size("num_attention_heads")
-    rotary = read_rotary(config, head_dim, max_positions, default_theta=1_000_000.0)
+    rotary = read_rotary(config, head_dim, max_positions, default_theta=1_000_000.0, plain_is_whole=True)
     turned = config.read_optional("rotary_dim", int)
     return AttentionConfig(
         hidden_size=config.read_size("hidden_size"),
@@ -130,10 +130,12 @@ def _read_attention(config: ConfigReader, max_positions: int, head_dim: int) -> 
 
 def _read_moe(config: ConfigReader) -> MoeConfig:
     config.expect("shared_intermediate_size", 0)
+    config.spell("num_local_experts", "num_experts")
+    num_experts, num_chosen = read_choice(config, "num_local_experts", "num_experts_per_tok", default_experts=8, default_chosen=2)
     return MoeConfig(
         hidden_size=config.read_size("hidden_size"),
-        num_experts=config.read_size("num_local_experts", 8, most=65536),
-        num_chosen=config.read_size("num_experts_per_tok", 2, most=65536),
+        num_experts=num_experts,
+        num_chosen=num_chosen,
         width=config.read_size("intermediate_size"),
         routing="softmax_topk",
     )
@@ -184,4 +186,10 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
         for i, kind in enumerate(kinds)
     ]
     tied = config.read("tie_word_embeddings", bool, False)
-    return CausalLM(info, layers, make_norm(), ops, dtype, tied=tied, weight_map=WEIGHTS)
+    slopes = {
+        f"layers.{i}.self_attn.slope_rate": _slopes(num_heads, i, len(kinds))
+        for i, kind in enumerate(kinds)
+        if kind == "linear_attention"
+    }
+    weight_map = replace(WEIGHTS, stated=slopes)
+    return CausalLM(info, layers, make_norm(), ops, dtype, tied=tied, weight_map=weight_map)

@@ -21,7 +21,7 @@ from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.llama import read_info
 from hybridserve.models.mlp import PlainMLP
 from hybridserve.models.moe import MoE, MoeConfig
-from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
+from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_choice, read_groups, read_spelled_layer_types
 from hybridserve.models.weights import DEPTHWISE, Rule, Spelling, WeightMap
 
 _EXPERTS = r"\1.experts"
@@ -59,7 +59,13 @@ WEIGHTS = WeightMap(
 _UNUSED_KEYS = (
     "expand", "time_step_max", "time_step_floor", "time_step_limit", "rescale_prenorm_residual", "chunk_size",
     "moe_shared_expert_overlap", "num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern",
-    "rope_theta", "rope_parameters", "partial_rotary_factor", "norm_eps",
+    "rope_theta", "rope_parameters", "partial_rotary_factor", "norm_eps", "mamba_expand", "mamba_dt_max", "mamba_dt_limit",
+    "mamba_dt_init_floor",
+)  # fmt: skip
+#: Of older configs.
+_OLD_SPELLINGS = (
+    ("n_groups", "mamba_n_groups"), ("conv_kernel", "mamba_d_conv"), ("time_step_min", "mamba_dt_min"),
+    ("use_conv_bias", "mamba_conv_bias"),
 )  # fmt: skip
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
@@ -73,15 +79,19 @@ def _read_kinds(config: ConfigReader) -> list[str]:
             f"config.json: {config.name('hybrid_override_pattern')} is {pattern!r:.80}; it may have at most {MAX_LAYERS} of the "
             f"letters {''.join(_LETTERS)}"
         )
-    key = "layers_block_type" if config.has("layers_block_type") else "layer_types"
-    listed = config.read(key, list[str], [])
-    config.ignore("layers_block_type", "layer_types")
-    num_layers = config.read_size("num_hidden_layers", max(1, len(listed) or len(pattern)), most=MAX_LAYERS)
-    return read_layer_types(config, num_layers, tuple(_LETTERS.values()), [_LETTERS[letter] for letter in pattern], key)
+    keys = ("layers_block_type", "layer_types")
+    lists = [config.read(key, list[str]) for key in keys if config.has(key)]
+    if not lists and not pattern:
+        config.read(keys[0], list[str])
+    default = [_LETTERS[letter] for letter in pattern]
+    num_layers = config.read_size("num_hidden_layers", len(lists[0] if lists else default), most=MAX_LAYERS)
+    return read_spelled_layer_types(config, num_layers, tuple(_LETTERS.values()), default, keys)
 
 
 def _read_mamba(config: ConfigReader) -> Mamba2Config:
     """Mamba-2, whose time step has a lower bound: the published class takes it from what else only initialises."""
+    for spellings in _OLD_SPELLINGS:
+        config.spell(*spellings)
     config.expect("mamba_hidden_act", "silu")
     config.expect("mamba_proj_bias", False)
     config.expect("mamba_ssm_cache_dtype", "float32", "auto")
@@ -114,18 +124,21 @@ def _read_attention(config: ConfigReader) -> AttentionConfig:
 def _read_moe(config: ConfigReader) -> MoeConfig:
     config.expect("n_shared_experts", 1)
     bias = config.read("mlp_bias", bool, False)
+    config.spell("n_routed_experts", "num_local_experts")
+    num_experts, num_chosen = read_choice(config, "n_routed_experts", "num_experts_per_tok", default_experts=8, default_chosen=2)
+    num_groups, num_chosen_groups = read_groups(config, "n_routed_experts", num_experts, "n_group", "topk_group")
     return MoeConfig(
         hidden_size=config.read_size("hidden_size"),
-        num_experts=config.read_size("n_routed_experts", 8, most=65536),
-        num_chosen=config.read_size("num_experts_per_tok", 2, most=65536),
+        num_experts=num_experts,
+        num_chosen=num_chosen,
         width=config.read_size("moe_intermediate_size", 7688),
         routing="sigmoid",
         renormalise=config.read("norm_topk_prob", bool, True),
         renormalise_eps=1e-20,
         weight_scale=config.read("routed_scaling_factor", float, 1.0),
         choice_bias=True,
-        num_groups=config.read_size("n_group", 1, most=65536),
-        num_chosen_groups=config.read_size("topk_group", 1, most=65536),
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
         router_fp32=True,
         activation="relu2",
         gated=False,
@@ -158,5 +171,5 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
         "mlp": lambda: DecoderLayer([], None, PlainMLP(hidden, width, ops, dtype, activation=activation, bias=bias), make_norm()),
     }
     layers = [makers[kind]() for kind in _read_kinds(config)]
-    tied = config.read("tie_word_embeddings", bool, False)
-    return CausalLM(info, layers, make_norm(), ops, dtype, tied=tied, weight_map=WEIGHTS)
+    config.ignore("tie_word_embeddings")  # the published class has a head of its own, whatever it says
+    return CausalLM(info, layers, make_norm(), ops, dtype, tied=False, weight_map=WEIGHTS)

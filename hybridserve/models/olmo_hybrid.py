@@ -8,6 +8,7 @@ overshoot a value, and are normed before each half.
 import torch
 
 from hybridserve.backends.ops import Ops
+from hybridserve.errors import UnsupportedModelError
 from hybridserve.mixers.base import mixers
 from hybridserve.mixers.gated_delta import GatedDeltaConfig
 from hybridserve.mixers.norm import RMSNorm
@@ -85,9 +86,16 @@ def _read_kinds(config: ConfigReader) -> list[str]:
 
 
 def _has_positions(config: ConfigReader) -> bool:
-    """Whether a base for the rotary embedding is stated, in either spelling."""
-    parameters = config.read("rope_parameters", dict[str, object], {})
-    return config.read_optional("rope_theta", float) is not None or parameters.get("rope_theta") is not None
+    """Whether heads are turned: a base that is null says that they are not, an absent one is the default."""
+    stated = config.read("rope_scaling", dict[str, object], {}) or config.read("rope_parameters", dict[str, object], {})
+    if "rope_theta" in stated:
+        return stated["rope_theta"] is not None
+    if not stated and config.is_null("rope_parameters") and not (config.has("rope_theta") or config.is_null("rope_theta")):
+        raise UnsupportedModelError(
+            f"config.json: {config.name('rope_parameters')} is null and there is no rope_theta, which may mean a model without "
+            "positions or the default base; state rope_theta: null if it has none, 10000.0 otherwise"
+        )
+    return not config.is_null("rope_theta")
 
 
 @architectures.register("OlmoHybridForCausalLM")
@@ -98,7 +106,11 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     info = read_info(config)
     hidden, eps = info.hidden_size, config.read("rms_norm_eps", float)
     width = config.read_size("intermediate_size")
-    rotary = read_rotary(config, read_head_dim(config), info.max_positions) if _has_positions(config) else None
+    rotary = None
+    if _has_positions(config):
+        rotary = read_rotary(config, read_head_dim(config), info.max_positions, default_theta=10_000.0, plain_is_whole=True)
+    else:
+        config.ignore("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
     attention, delta = read_attention(config, rotary), _read_gated_delta(config)
 
     def make_norm() -> RMSNorm:

@@ -14,13 +14,13 @@ from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
 from hybridserve.models.rope import read_rotary
 
 
-def read_attention(config: ConfigReader, max_positions: int) -> AttentionConfig:
+def read_attention(config: ConfigReader, max_positions: int, *, default_head_dim: int = 128) -> AttentionConfig:
     """The attention that all of Qwen3 share."""
     config.expect("use_sliding_window", False)
     config.ignore("sliding_window", "max_window_layers")  # they count only with use_sliding_window
     num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
     read_layer_types(config, num_layers, ("full_attention",), ["full_attention"] * num_layers)
-    head_dim = config.read_size("head_dim", 128)
+    head_dim = config.read_size("head_dim", default_head_dim)
     bias = config.read("attention_bias", bool, False)
     return AttentionConfig(
         hidden_size=config.read_size("hidden_size"),
@@ -31,7 +31,7 @@ def read_attention(config: ConfigReader, max_positions: int) -> AttentionConfig:
         out_bias=bias,
         qk_norm="head",
         qk_norm_eps=config.read("rms_norm_eps", float),
-        rotary=read_rotary(config, head_dim, max_positions, default_theta=10_000.0),
+        rotary=read_rotary(config, head_dim, max_positions, default_theta=10_000.0, plain_is_whole=True),
     )
 
 

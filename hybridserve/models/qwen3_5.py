@@ -43,6 +43,7 @@ def build_moe(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     text.expect("mlp_only_layers", [])
     text.expect("decoder_sparse_step", 1)
     text.ignore("intermediate_size")
+    text.expect("norm_topk_prob", True)  # the published class has no other way
     moe = read_moe(text)
     return _assemble(config, text, [MoE(moe, ops, dtype) for _ in read_kinds(text)], ops, dtype)
 

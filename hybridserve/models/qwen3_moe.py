@@ -16,7 +16,7 @@ from hybridserve.models.mlp import SwiGLU
 from hybridserve.models.moe import MoE, MoeConfig
 from hybridserve.models.qwen3 import read_attention
 from hybridserve.models.qwen3_next import RENAMES, RULES, is_moe
-from hybridserve.models.reader import MAX_LAYERS, ConfigReader
+from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_choice
 from hybridserve.models.weights import WeightMap
 
 WEIGHTS = WeightMap(RENAMES, RULES)
@@ -25,10 +25,12 @@ WEIGHTS = WeightMap(RENAMES, RULES)
 def read_moe(config: ConfigReader) -> MoeConfig:
     """Softmax over all experts, the best k. Today's files call the experts local."""
     config.expect("hidden_act", "silu")
+    config.spell("num_experts", "num_local_experts")
+    num_experts, num_chosen = read_choice(config, "num_experts", "num_experts_per_tok", default_experts=128)
     return MoeConfig(
         hidden_size=config.read_size("hidden_size"),
-        num_experts=config.read_size("num_local_experts", config.read("num_experts", int, 128), most=65536),
-        num_chosen=config.read_size("num_experts_per_tok", most=65536),
+        num_experts=num_experts,
+        num_chosen=num_chosen,
         width=config.read_size("moe_intermediate_size"),
         routing="softmax_topk",
         renormalise=config.read("norm_topk_prob", bool, False),
@@ -40,7 +42,8 @@ def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Qwen3 with experts."""
     info = read_info(config)
     eps, width = config.read("rms_norm_eps", float), config.read_size("intermediate_size")
-    attention, moe = read_attention(config, info.max_positions), read_moe(config)
+    head_dim = max(1, info.hidden_size // config.read_size("num_attention_heads"))
+    attention, moe = read_attention(config, info.max_positions, default_head_dim=head_dim), read_moe(config)
 
     def make_norm() -> RMSNorm:
         return RMSNorm(info.hidden_size, eps, ops, dtype)

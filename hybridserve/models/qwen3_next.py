@@ -19,7 +19,7 @@ from hybridserve.models.architectures import architectures
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer, ModelInfo
 from hybridserve.models.mlp import SwiGLU
 from hybridserve.models.moe import MoE, MoeConfig
-from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
+from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_choice, read_layer_types
 from hybridserve.models.rope import read_rotary
 from hybridserve.models.weights import DEPTHWISE, Interleaved, Rule, Spelling, WeightMap
 
@@ -53,7 +53,7 @@ RULES = (
 )
 
 
-def read_attention(config: ConfigReader, max_positions: int, *, default_theta: float | None = None) -> AttentionConfig:
+def read_attention(config: ConfigReader, max_positions: int, *, default_partial: float = 0.25) -> AttentionConfig:
     """The gated attention that Qwen3-Next and Qwen3.5 share."""
     config.expect("attn_output_gate", True)
     config.expect("use_sliding_window", False)
@@ -70,7 +70,7 @@ def read_attention(config: ConfigReader, max_positions: int, *, default_theta: f
         qk_norm_eps=config.read("rms_norm_eps", float),
         zero_centred_norm=True,
         output_gate="element",
-        rotary=read_rotary(config, head_dim, max_positions, default_theta=default_theta, default_partial=0.25),
+        rotary=read_rotary(config, head_dim, max_positions, default_partial=default_partial),
     )
 
 
@@ -91,10 +91,11 @@ def read_gated_delta(config: ConfigReader) -> GatedDeltaConfig:
 
 def read_moe(config: ConfigReader) -> MoeConfig:
     """Softmax over all experts, the best k renormalised, and a shared expert behind a sigmoid gate."""
+    num_experts, num_chosen = read_choice(config, "num_experts", "num_experts_per_tok")
     return MoeConfig(
         hidden_size=config.read_size("hidden_size"),
-        num_experts=config.read_size("num_experts", most=65536),
-        num_chosen=config.read_size("num_experts_per_tok", most=65536),
+        num_experts=num_experts,
+        num_chosen=num_chosen,
         width=config.read_size("moe_intermediate_size"),
         routing="softmax_topk",
         renormalise=config.read("norm_topk_prob", bool, True),

@@ -156,7 +156,7 @@ def _make_mixers(config: ConfigReader, info: ModelInfo, ops: Ops, dtype: torch.d
 
 def _read_attention(config: ConfigReader, info: ModelInfo) -> IndexedAttentionConfig:
     """Qwen's gated attention, with an index whose keys are turned as far as the attention's own."""
-    attention = read_attention(config, info.max_positions)
+    attention = read_attention(config, info.max_positions, default_partial=1.0)
     config.expect("indexer_kv_heads", 1)
     index = IndexConfig(
         hidden_size=info.hidden_size,

@@ -72,23 +72,31 @@ class ConfigReader:
         self._accepted = frozenset(accepted)
         self._faults = faults
         self._seen: set[str] = set()
+        self._spellings: dict[str, tuple[str, ...]] = {}
         self._nested: list[ConfigReader] = []
 
     def has(self, key: str) -> bool:
         """Whether the key is there with a value other than null. Does not count as reading it."""
-        return self._values.get(key) is not None
+        return self._values.get(self._spelled(key)) is not None
 
     def is_null(self, key: str) -> bool:
         """Whether the key is there as null, for the few where that differs from its absence. Does not count as reading it."""
+        key = self._spelled(key)
         return key in self._values and self._values[key] is None
 
     def read(self, key: str, kind: type[T], default: T | _Required = REQUIRED) -> T:
-        """The value at `key`; null counts as absent. Raises UnsupportedModelError if it is missing or of another type."""
+        """The value at `key`; null counts as absent, but turns off a flag that is on by default.
+
+        Raises UnsupportedModelError if it is missing or of another type.
+        """
         value = self._take(key)
         if value is None:
+            if default is True and self.is_null(key):
+                return False  # type: ignore[return-value]  # T is bool
             if default is REQUIRED:
+                spellings = " or ".join(repr(self._full(one)) for one in self._spellings.get(key, (key,)))
                 raise UnsupportedModelError(
-                    f"config.json has no {self.name(key)!r}, which {self.architecture} needs; "
+                    f"config.json has no {spellings}, which {self.architecture} needs; "
                     "take the config.json that was published with the weights"
                 )
             return default
@@ -113,17 +121,25 @@ class ConfigReader:
             raise UnsupportedModelError(f"config.json: {self.name(key)} is {value}; it must be from 1 to {most}")
         return value
 
-    def spelling(self, *keys: str) -> str:
-        """The one of several spellings of a key that this config uses; the first if none. Raises UnsupportedModelError if two
-        are there and disagree.
-        """
-        used = [key for key in keys if self.has(key)]
-        for other in used[1:]:
-            self.expect(other, self._values[used[0]])
-        return used[0] if used else keys[0]
+    def spell(self, key: str, *others: str) -> None:
+        """From now on `key` may be spelled otherwise, and messages name the spelling that the config has.
 
-    def expect(self, key: str, *allowed: object) -> None:
-        """Accept `key` only with a value that is implemented; absent or null is accepted.
+        Raises UnsupportedModelError if two spellings are there and disagree.
+        """
+        used = [one for one in (key, *others) if self.has(one)]
+        for other in used[1:]:
+            self.expect(other, self._values[used[0]], given=used[0])
+        self._seen.update((key, *others))
+        self._spellings[key] = (key, *others)
+
+    def _spelled(self, key: str) -> str:
+        """The spelling of `key` that the config has; `key` if it has none."""
+        spellings = self._spellings.get(key, (key,))
+        there = [one for one in spellings if one in self._values]
+        return next((one for one in there if self._values[one] is not None), there[0] if there else key)
+
+    def expect(self, key: str, *allowed: object, given: str = "") -> None:
+        """Accept `key` only with a value that is implemented; absent or null is accepted. It may follow from the key `given`.
 
         Raises UnsupportedModelError naming the key, its value and what is implemented.
         """
@@ -134,6 +150,8 @@ class ConfigReader:
             return
         known = ", ".join(repr(one) for one in allowed) or "nothing but null"
         text = f"{self.name(key)} is {value!r:.200}; for {self.architecture} hybridserve implements {known}"
+        if given:
+            text += f", what {self.name(given)} gives"
         fault = Fault(self.name(key), text)
         if self._faults is None:
             raise refusal([fault])
@@ -168,6 +186,17 @@ class ConfigReader:
         if faults:
             raise refusal(faults)
 
+    def numbers(self) -> dict[str, int | float]:
+        """The numbers that have been read, by their full names."""
+        mine = {
+            self._full(key): value
+            for key, value in self._values.items()
+            if key in self._seen and isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        for child in self._nested:
+            mine |= child.numbers()
+        return mine
+
     def _unread(self) -> dict[str, object]:
         mine = {
             self.name(key): value
@@ -191,12 +220,15 @@ class ConfigReader:
         return _is_one_of(value, family.stated.get(key, NEUTRAL.get(key, ())))
 
     def name(self, key: str) -> str:
-        """`key` with the path that leads to it, as in `text_config.rope_theta`."""
+        """`key` as the config spells it, with the path that leads to it, as in `text_config.rope_theta`."""
+        return self._full(self._spelled(key))
+
+    def _full(self, key: str) -> str:
         return f"{self._path}.{key}" if self._path else key
 
     def _take(self, key: str) -> object:
         self._seen.add(key)
-        return self._values.get(key)
+        return self._values.get(self._spelled(key))
 
 
 def refusal(faults: Sequence[Fault], cause: str = "") -> UnsupportedModelError:
@@ -263,3 +295,55 @@ def read_layer_types(
                 f"implements {', '.join(repr(kind) for kind in allowed)}"
             )
     return types
+
+
+def read_spelled_layer_types(
+    config: ConfigReader, num_layers: int, allowed: tuple[str, ...], default: list[str], keys: tuple[str, str]
+) -> list[str]:
+    """As `read_layer_types`, under either of two keys, which must agree where both are there."""
+    used = [key for key in keys if config.has(key)] or [keys[0]]
+    config.ignore(*keys)
+    found = [read_layer_types(config, num_layers, allowed, default, key) for key in used]
+    if found[-1] != found[0]:
+        raise UnsupportedModelError(
+            f"config.json: {config.name(keys[0])} and {config.name(keys[1])} differ; the two are one list, so take one "
+            "of them out"
+        )
+    return found[0]
+
+
+#: Of experts in a layer.
+MAX_EXPERTS = 65536
+
+
+def read_choice(
+    config: ConfigReader,
+    experts: str,
+    chosen: str,
+    *,
+    default_experts: int | _Required = REQUIRED,
+    default_chosen: int | _Required = REQUIRED,
+) -> tuple[int, int]:
+    """How many experts there are and how many a row takes, under these keys. Raises UnsupportedModelError."""
+    num_experts = config.read_size(experts, default_experts, most=MAX_EXPERTS)
+    num_chosen = config.read(chosen, int, default_chosen)
+    if not 1 <= num_chosen <= num_experts:
+        raise UnsupportedModelError(
+            f"config.json: {config.name(chosen)} is {num_chosen} of {config.name(experts)} {num_experts}; "
+            "it must be from 1 to that"
+        )
+    return num_experts, num_chosen
+
+
+def read_groups(
+    config: ConfigReader, experts: str, num_experts: int, groups: str, chosen: str, default: tuple[int, int] = (1, 1)
+) -> tuple[int, int]:
+    """Into how many groups experts are parted, and of how many they are chosen, under these keys."""
+    num_groups = config.read_size(groups, default[0], most=MAX_EXPERTS)
+    num_chosen = config.read(chosen, int, default[1])
+    if num_experts % num_groups or not 1 <= num_chosen <= num_groups:
+        raise UnsupportedModelError(
+            f"config.json: {config.name(experts)} is {num_experts}, {config.name(groups)} {num_groups} and {config.name(chosen)} "
+            f"{num_chosen}; groups must be of one size, and from 1 to all of them are chosen"
+        )
+    return num_groups, num_chosen

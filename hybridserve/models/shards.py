@@ -20,6 +20,7 @@ from hybridserve.json_files import parse_json, read_json_object
 from hybridserve.models.foreign import gguf_refusal
 from hybridserve.models.source import PICKLE_SUFFIXES
 
+SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_NBYTES = 100 * 10**6
 #: Of a file's name, on any file system.
@@ -52,8 +53,13 @@ class TensorEntry:
 def read_entries(folder: Path) -> dict[str, TensorEntry]:
     """All tensors of a model folder, by name. Raises WeightsError naming file and tensor, UnsafeContentError for pickles."""
     index = folder / INDEX_NAME
+    single = folder / SINGLE_NAME
     if index.is_file():
-        return _read_sharded(folder, _read_index(index))
+        names = _read_index(index)
+        # Where both are there and have nothing to do with each other, transformers takes the one file.
+        if SINGLE_NAME in names.values() or not single.is_file():
+            return _read_sharded(folder, names)
+        return read_header(single)
     files = sorted(folder.glob("*.safetensors"))
     if len(files) == 1:
         return read_header(files[0])

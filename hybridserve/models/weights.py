@@ -8,7 +8,8 @@ and every tensor on disk is used whole. Must not know files or architectures: th
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
@@ -140,6 +141,27 @@ class Rule:
     spellings: tuple[Spelling, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Tensors on disk that say again what another holds: of no use if they do, a contradiction if they don't.
+
+    `pattern` matches the names of the copies; `original` is a parameter, or the other's name on disk, and may refer to groups of
+    the pattern. `remedy` tells a user what to do about copies that differ.
+    """
+
+    pattern: str
+    original: str
+    remedy: str
+
+
+_TIED_HEAD = Copy(
+    r"(?:.*\.)?lm_head\.weight",
+    "embed_tokens.weight",
+    "tie_word_embeddings in config.json says that the two are one. To serve the stored head set tie_word_embeddings to false; to "
+    "serve the embedding take the head out of the file",
+)
+
+
 @dataclass(frozen=True)
 class WeightMap:
     """An architecture's names on disk.
@@ -147,7 +169,7 @@ class WeightMap:
     A parameter is looked for under its own name with `renames` (regular expression, replacement) applied in order; then the first
     rule whose pattern matches the result tells the spellings. One of `prefixes`, the same for all, stands before every name
     except those of `rooted`. Tensors that match `ignored` are left alone. `stated` are tensors that no parameter holds since
-    their values follow from the config: the loader compares them.
+    their values follow from the config, `copies` those that say again what others hold: the loader compares them.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
@@ -155,11 +177,12 @@ class WeightMap:
     prefixes: tuple[str, ...] = ("model.",)
     rooted: tuple[str, ...] = ("lm_head.",)
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
-    stated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    stated: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    copies: tuple[Copy, ...] = ()
 
     def with_tied_head(self) -> "WeightMap":
-        """The same map for a model whose head is its embedding: a copy of the head on disk is left alone."""
-        return replace(self, ignored=(*self.ignored, r"lm_head\.weight"))
+        """The same map for a model whose head is its embedding: a head on disk must be a copy of it."""
+        return replace(self, copies=(*self.copies, _TIED_HEAD))
 
     def plan(self, wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> list[Piece]:
         """Match parameters (`wanted`) with tensors on disk (`found`), both name -> shape.
@@ -167,7 +190,8 @@ class WeightMap:
         Raises WeightsError that names missing, unexpected and mismatched tensors.
         """
         prefix = self._prefix(found)
-        pieces = [piece for name, shape in wanted.items() for piece in self._find(name, shape, prefix, found)]
+        found_ways = [self._find(name, shape, prefix) for name, shape in wanted.items()]
+        pieces = [piece for pieces in _in_one_spelling(found_ways, found) for piece in pieces]
         missing = sorted({piece.tensor for piece in pieces if piece.tensor not in found})
         used = {piece.tensor for piece in pieces}
         stated = self.stated_in(found)
@@ -178,27 +202,38 @@ class WeightMap:
         _check_coverage(wanted, pieces)
         return pieces
 
-    def stated_in(self, found: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    def stated_in(self, found: Iterable[str]) -> dict[str, tuple[float, ...]]:
         """Those tensors on disk whose values are `stated`, and the values."""
         names = list(found)
         prefix = self._prefix(names)
         return {prefix + name: values for name, values in self.stated.items() if prefix + name in names}
+
+    def copies_in(self, found: Iterable[str], pieces: Iterable[Piece]) -> dict[str, tuple[str, str]]:
+        """Those tensors on disk that are `copies`: the name of the original, and the remedy if the two differ."""
+        by_parameter = {piece.parameter: piece.tensor for piece in pieces}
+        copies = {}
+        for name in found:
+            for copy in self.copies:
+                match = re.fullmatch(copy.pattern, name)
+                if match is not None:
+                    original = match.expand(copy.original)
+                    copies[name] = (by_parameter.get(original, original), copy.remedy)
+        return copies
 
     def _prefix(self, found: Collection[str]) -> str:
         counts = {prefix: sum(name.startswith(prefix) for name in found) for prefix in self.prefixes}
         # Prefixes are listed from the longest: a shorter one counts the longer one's names too.
         return next((prefix for prefix, count in counts.items() if count), self.prefixes[-1])
 
-    def _find(self, parameter: str, shape: Shape, prefix: str, found: Mapping[str, Shape]) -> list[Piece]:
-        """Pieces in the spelling that has the most tensors on disk; the first one if none has any."""
+    def _find(self, parameter: str, shape: Shape, prefix: str) -> "_Ways":
+        """Pieces in each spelling of a parameter."""
         name = parameter
         for pattern, replacement in self.renames:
             name = re.sub(pattern, replacement, name)
-        ways = [
-            [self._with_prefix(piece, prefix) for piece in spelling.pieces(parameter, shape, match)]
+        return {
+            spelling: [self._with_prefix(piece, prefix) for piece in spelling.pieces(parameter, shape, match)]
             for spelling, match in self._spellings(name)
-        ]
-        return max(ways, key=lambda pieces: any(piece.tensor in found for piece in pieces))
+        }
 
     def _spellings(self, name: str) -> Iterable[tuple[Spelling, re.Match[str]]]:
         for rule in self.rules:
@@ -213,8 +248,20 @@ class WeightMap:
         return piece if piece.tensor.startswith(self.rooted) else replace(piece, tensor=prefix + piece.tensor)
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a tensor on disk is one that a text decoder leaves alone."""
-        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+        """Whether a tensor on disk is one that a text decoder leaves alone, or compares only."""
+        return any(re.fullmatch(pattern, name) for pattern in (*self.ignored, *(copy.pattern for copy in self.copies)))
+
+
+#: The pieces of a parameter by spelling.
+_Ways: TypeAlias = Mapping[Spelling, list[Piece]]
+
+
+def _in_one_spelling(ways: Iterable[_Ways], found: Mapping[str, Shape]) -> Iterator[list[Piece]]:
+    """Of each parameter, the pieces in the spelling that is on disk; of one that is missing, in that of its like."""
+    ways = list(ways)
+    used = Counter(spelling for each in ways for spelling, pieces in each.items() if any(one.tensor in found for one in pieces))
+    for each in ways:
+        yield max(each.items(), key=lambda way: (any(one.tensor in found for one in way[1]), used[way[0]]))[1]
 
 
 def _mismatches(pieces: Sequence[Piece], found: Mapping[str, Shape]) -> list[str]:

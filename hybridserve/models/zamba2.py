@@ -24,9 +24,9 @@ from hybridserve.models.architectures import architectures
 from hybridserve.models.decoder import CausalLM, Layer, Streams
 from hybridserve.models.llama import read_info
 from hybridserve.models.mlp import SwiGLU
-from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
+from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_spelled_layer_types
 from hybridserve.models.rope import read_rotary
-from hybridserve.models.weights import DEPTHWISE, Rule, Spelling, WeightMap
+from hybridserve.models.weights import DEPTHWISE, Copy, Rule, Spelling, WeightMap
 
 #: Initialisation, and choices of kernels.
 _UNUSED_KEYS = (
@@ -37,6 +37,7 @@ _UNUSED_KEYS = (
     "use_long_context",
     "rescale_prenorm_residual",
 )
+_SHARED = "layers that call one block share its weights; take a release in which they do"
 #: What a call has of its own: everything else is its block's.
 _OWN = ("adapter_in", "adapter_out", "linear")
 
@@ -145,7 +146,6 @@ def _weights(calling: Sequence[int], num_blocks: int) -> WeightMap:
         )
     ]
     some = "|".join(str(layer) for layer in calling)
-    copies = "|".join(str(layer) for layer in calling[num_blocks:])
     return WeightMap(
         renames=(
             *adapters,
@@ -162,16 +162,20 @@ def _weights(calling: Sequence[int], num_blocks: int) -> WeightMap:
             (r"^norm\.", "final_layernorm."),
         ),
         rules=(Rule(r"(.*\.conv1d)\.weight", (Spelling((r"\1.weight",), DEPTHWISE),)),),
-        # A block's copies with its later callers are the same tensors again.
-        ignored=(r".*\.rotary_emb\.inv_freq", *([rf"model\.layers\.({copies})\.shared_transformer\..*"] if copies else [])),
+        copies=tuple(
+            Copy(rf"model\.layers\.{layer}\.shared_transformer\.(.*)", rf"model.layers.{owner}.shared_transformer.\1", _SHARED)
+            for layer, owner in zip(calling, owners, strict=True)
+            if layer != owner
+        ),
     )
 
 
 def _read_kinds(config: ConfigReader) -> list[str]:
     num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
-    key = "layers_block_type" if config.has("layers_block_type") else "layer_types"
-    config.ignore("layers_block_type", "layer_types")
-    kinds = read_layer_types(config, num_layers, ("linear_attention", "hybrid"), ["linear_attention"] * num_layers, key)
+    if not (config.has("layers_block_type") or config.has("layer_types")):
+        config.read("layers_block_type", list[str])
+    allowed, default = ("linear_attention", "hybrid"), ["linear_attention"] * num_layers
+    kinds = read_spelled_layer_types(config, num_layers, allowed, default, ("layers_block_type", "layer_types"))
     config.expect("hybrid_layer_ids", [i for i, kind in enumerate(kinds) if kind == "hybrid"])
     return kinds
 
@@ -187,7 +191,7 @@ def _read_attention(config: ConfigReader, max_positions: int) -> AttentionConfig
         config.expect(key, value)
     rotary = None
     if config.read("use_mem_rope", bool, False):
-        rotary = read_rotary(config, head_dim, max_positions, default_theta=10_000.0)
+        rotary = read_rotary(config, head_dim, max_positions, default_theta=10_000.0, plain_is_whole=True)
     else:
         config.ignore("rope_theta", "rope_parameters", "rope_scaling")
     return AttentionConfig(
