@@ -80,7 +80,7 @@ _RELATIVE = {
     "hybrid_layer_ids": "layers_block_type", "attn_rotary_emb": "partial_rotary_factor",
     "attention_hidden_size": "hidden_size", "attention_head_dim": "hidden_size", "head_dim": "hidden_size",
     "kv_channels": "hidden_size", "num_query_groups": "num_attention_heads", "mamba_headdim": "n_mamba_heads",
-    "intermediate_size": "expand",
+    "intermediate_size": "expand", "mlp_layer_types": "first_k_dense_replace",
 }  # fmt: skip
 #: Parts of releases that a text decoder leaves alone: a tensor of it, and what is said.
 _PARTS = (

@@ -27,6 +27,7 @@ from torch import Tensor
 from hybridserve.backends.select import select
 from hybridserve.errors import ModelError, UnsupportedModelError
 from hybridserve.models import CausalLM, build_model, load_weights, reader, resolve
+from hybridserve.models.config_keys import HARMLESS_KEYS, NEUTRAL, family_of
 from tests.checkpoints import TINY, VOCAB_SIZE, fill, read_config, released_config, rewrite_config, save
 from tests.driver import Driver
 
@@ -171,9 +172,13 @@ def asked_keys(base: str) -> tuple[frozenset[str], frozenset[str]]:
 @cache
 def known_values() -> dict[str, list[object]]:
     """Every key of every class and reader, with the values that it has in any base or class."""
-    found: dict[str, list[object]] = {
-        key: [] for key in reader.HARMLESS_KEYS.union(*(keys for base in bases() for keys in asked_keys(base)))
-    }
+    found: dict[str, list[object]] = {key: [] for key in HARMLESS_KEYS}
+    for base in bases():
+        family = family_of(str(base_config(base)["architectures"][0]))  # type: ignore[index]
+        found |= {key: [] for keys in (*asked_keys(base), family.unused, family.same) for key in keys if key not in found}
+        for key, values in (*NEUTRAL.items(), *family.stated.items()):
+            known = found.setdefault(key, [])
+            known += [value for value in values if value not in known]
     for name in TINY:
         for config in (*_saved(name), base_config(f"{name}/released")):
             for section in _sections(config):
@@ -392,7 +397,7 @@ def judge(variant: Variant, folder: Path) -> Outcome:
 
 def is_unread(variant: Variant) -> bool:
     """Whether the variant only adds keys that are accepted whatever they hold."""
-    unread = reader.HARMLESS_KEYS | asked_keys(variant.base)[1]
+    unread = HARMLESS_KEYS | asked_keys(variant.base)[1]
     return all(
         path[-1] in unread
         and path[:-1] in _sections(base_config(variant.base))
