@@ -144,8 +144,9 @@ def _read_moe(config: ConfigReader) -> MoeConfig:
 def _read_weights(config: ConfigReader, what: str) -> Weights:
     """Under today's keys, or those of the releases before transformers had the class."""
     once = f"layernorm_{what.replace('_attn', '_attention')}"
-    keys = (config.spelling(f"{what}_{one}_factor", f"{once}_{one}") for one in ("alpha", "beta"))
-    return Weights(*(config.read(key, float, 1.0) for key in keys))
+    for one in ("alpha", "beta"):
+        config.spell(f"{what}_{one}_factor", f"{once}_{one}")
+    return Weights(*(config.read(f"{what}_{one}_factor", float, 1.0) for one in ("alpha", "beta")))
 
 
 def _ignore_weights(config: ConfigReader, kind: str) -> None:
