@@ -542,6 +542,82 @@ def test_kernels_leave_the_rounding_of_every_thread_as_it_was(threads: Callable[
 
 
 @compiled
+@pytest.mark.parametrize(
+    ("index", "block_size", "words"),
+    [
+        ([0, 32], 8, "kv_index of row 1 is 32"),
+        ([-1, 3], 8, "kv_index of row 0 is -1"),
+        ([0, 1, 2], 8, "2 entries"),
+        ([0, 1], 4, "8 "),
+    ],
+)
+def test_an_entry_without_a_place_is_refused_and_nothing_is_written(index: list[int], block_size: int, words: str) -> None:
+    table = PagedTable(torch.zeros(1, 4, dtype=torch.int32), torch.tensor(index), block_size)
+    cache = torch.zeros(4, 8, 3)
+    with pytest.raises(IndexError, match=words):
+        op("kv_write")({"k": torch.ones(2, 3)}, {"k": cache}, table)
+    assert not cache.any()
+
+
+def block_batch(blocks: list[int], kv_len: int) -> tuple[Batch, PagedTable]:
+    """One row at the end of a sequence whose blocks of 4 tokens are as told."""
+    batch = build_batch([Rows(1, context=kv_len - 1, blocks=tuple(range(9)))], [PagedSpec((TensorSpec("k", (1, 8), "float32"),))])
+    return batch, PagedTable(torch.tensor([blocks], dtype=torch.int32), torch.zeros(1, dtype=torch.int64), 4)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("blocks", "kv_len", "window", "words"),
+    [
+        ([0, 5, 1], 12, None, "block 1 of sequence 0 is 5; it must be from 0 to 4"),
+        ([0, -1, 1], 12, None, "block 1 of sequence 0 is -1"),
+        ([0, 1], 9, None, "block 2 of sequence 0 is missing"),
+        ([-1, 7, 1], 12, 4, None),
+        ([-1, 7, 1], 12, 5, "block 1 of sequence 0 is 7"),
+        ([0, 1, 99], 8, None, None),
+    ],
+)
+def test_only_blocks_that_exist_are_read(blocks: list[int], kv_len: int, window: int | None, words: str | None) -> None:
+    batch, table = block_batch(blocks, kv_len)
+    q, caches = torch.ones(1, 1, 8), [torch.ones(5, 4, 1, 8)] * 2
+    if words is None:
+        assert torch.equal(op("paged_attention")(q, *caches, batch, table, scale=1.0, window=window), q)
+        return
+    with pytest.raises(IndexError, match=words):
+        op("paged_attention")(q, *caches, batch, table, scale=1.0, window=window)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("starts", "rows", "slots", "words"),
+    [
+        ([4], [0], [0], "start slot of sequence 0 is 4; it must be from -1 to 3"),
+        ([0], [1], [0], "row of write 0 is 1"),
+        ([0], [0], [4], "slot of write 0 is 4"),
+        ([0], [0], [-1], "slot of write 0 is -1"),
+    ],
+)
+def test_only_slots_that_exist_are_read_and_written(starts: list[int], rows: list[int], slots: list[int], words: str) -> None:
+    batch = build_batch([Rows(1)], [StateSpec((TensorSpec("state", (1,), "float32"),))])
+    table = StateTable(torch.tensor(starts), torch.tensor(rows), torch.tensor(slots), tuple(rows), tuple(starts))
+    ones, state = torch.ones(1, 1, 8), torch.ones(4, 1, 8, 8)
+    calls = {
+        "delta_rule": lambda op: op(
+            ones, ones, ones, ones[..., 0], ones[..., 0], state, batch, table, scale=1.0, qk_l2norm=False
+        ),
+        "linear_scan": lambda op: op(ones, ones, ones, ones[..., 0], state, batch, table),
+        "selective_scan": lambda op: op(
+            ones[0], ones[0], torch.ones(8, 2), *[torch.ones(1, 2)] * 2, torch.ones(4, 8, 2), batch, table
+        ),
+        "short_conv": lambda op: op(ones[0], torch.ones(8, 3), None, torch.ones(4, 2, 8), batch, table, activation="silu"),
+    }
+    for name, call in calls.items():
+        with pytest.raises(IndexError, match=words):
+            call(op(name))
+    assert (state == 1).all()
+
+
+@compiled
 def test_caches_of_another_type_are_written_by_the_reference() -> None:
     table = PagedTable(torch.zeros(1, 1, dtype=torch.int32), torch.tensor([3, 0]), 4)
     cache = torch.zeros(1, 4, 2, dtype=torch.float8_e4m3fn)

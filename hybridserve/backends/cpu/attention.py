@@ -8,12 +8,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from hybridserve.backends.cpu.bounds import EVERYTHING, Bounds
 from hybridserve.backends.cpu.library import Kernel, Library, covers, dense_rows, elements, heads
 from hybridserve.backends.reference import attention as reference
 from hybridserve.backends.reference import indexed
 from hybridserve.batch import Batch, PagedTable
-
-_NO_WINDOW = 2**62
 
 
 class NativeAttention:
@@ -28,6 +27,7 @@ class NativeAttention:
         self._attend: Kernel = library.kernel("hs_paged_attention")
         self._attend_selected: Kernel = library.kernel("hs_selected_attention")
         self._write: Kernel = library.kernel("hs_kv_write")
+        self._bounds = Bounds(library)
 
     def paged_attention(
         self,
@@ -49,6 +49,8 @@ class NativeAttention:
             return reference.paged_attention(
                 q, k_cache, v_cache, batch, table, scale=scale, window=window, softcap=softcap, sinks=sinks
             )
+        seen = EVERYTHING if window is None else window
+        self._bounds.check_blocks(table, batch, len(k_cache), seen)
         q = dense_rows(q)
         sinks = None if sinks is None else sinks.contiguous()
         out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
@@ -60,7 +62,7 @@ class NativeAttention:
             *(tables.data_ptr(), tables.stride(0), table.block_size),
             *(batch.cu_seqlens.data_ptr(), batch.kv_lens.data_ptr(), batch.num_sequences),
             *(q.shape[1], k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]),
-            *(scale, _NO_WINDOW if window is None else window, softcap or 0.0),
+            *(scale, seen, softcap or 0.0),
             *(*elements(sinks), *elements(out), torch.get_num_threads()),
         )
         return out
@@ -73,6 +75,7 @@ class NativeAttention:
         """
         if not _takes(q, k_cache, v_cache, None) or selected.dtype != torch.int32:
             return indexed.selected_attention(q, k_cache, v_cache, selected, batch, table, scale=scale)
+        self._bounds.check_blocks(table, batch, len(k_cache), EVERYTHING)
         q, selected = dense_rows(q), selected.contiguous()
         out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
         tables = dense_rows(table.block_tables)
@@ -99,6 +102,7 @@ class NativeAttention:
 
     def _write_one(self, entries: Tensor, stored: Tensor, table: PagedTable) -> None:
         """entries: [T, ...]; stored: [B, block_size, ...], in place."""
+        self._bounds.check_entries(table, entries, stored)
         rows = entries.flatten(1) if entries.dim() > 1 else entries.unsqueeze(1)
         rows = dense_rows(rows)
         self._write(

@@ -6,8 +6,8 @@ Owns the mapping of their tensors to the kernel's arguments. Must not know layer
 import torch
 from torch import Tensor
 
+from hybridserve.backends.cpu.bounds import Bounds
 from hybridserve.backends.cpu.library import Library, covers, dense_rows, elements
-from hybridserve.backends.cpu.states import table_arguments
 from hybridserve.backends.ops import Activation
 from hybridserve.backends.reference import conv as reference
 from hybridserve.batch import Batch, StateTable
@@ -22,6 +22,7 @@ class NativeShortConv:
 
     def __init__(self, library: Library) -> None:
         self._kernel = library.kernel("hs_short_conv")
+        self._bounds = Bounds(library)
 
     def __call__(
         self,
@@ -48,7 +49,7 @@ class NativeShortConv:
         self._kernel(
             *(*elements(x), x.stride(0), *elements(weight), *elements(bias)),
             *(*elements(window), window.stride(0), out.data_ptr()),
-            *table_arguments(batch, table),
+            *self._bounds.state_arguments(batch, table, len(window)),
             *(channels, width, activation == "silu", torch.get_num_threads()),
         )
         return out

@@ -6,6 +6,7 @@ Owns the mapping of its tensors to the kernel's arguments. Must not know layers 
 import torch
 from torch import Tensor
 
+from hybridserve.backends.cpu.bounds import EVERYTHING, Bounds
 from hybridserve.backends.cpu.library import Library, covers, dense_rows, elements, heads
 from hybridserve.backends.reference import indexed as reference
 from hybridserve.batch import Batch, PagedTable
@@ -19,6 +20,7 @@ class NativeIndexSelect:
 
     def __init__(self, library: Library) -> None:
         self._kernel = library.kernel("hs_index_select")
+        self._bounds = Bounds(library)
 
     def __call__(
         self, q: Tensor, weights: Tensor | None, k_cache: Tensor, batch: Batch, table: PagedTable, *, num_selected: int
@@ -31,6 +33,7 @@ class NativeIndexSelect:
             return reference.index_select(q, weights, k_cache, batch, table, num_selected=num_selected)
         q = dense_rows(q)
         weights = None if weights is None else dense_rows(weights)
+        self._bounds.check_blocks(table, batch, len(k_cache), EVERYTHING)
         tables = dense_rows(table.block_tables)
         per_block = k_cache.shape[1]
         out = torch.empty(len(q), num_selected, dtype=torch.int32)

@@ -16,7 +16,7 @@ from hybridserve.backends.ops import Activation
 from hybridserve.errors import MissingDependencyError
 
 #: A C function: pointers, sizes, strides and scalars in, arrays written in place.
-Kernel: TypeAlias = Callable[..., None]
+Kernel: TypeAlias = Callable[..., Any]
 
 _ARGUMENT: "Mapping[str, type[ctypes._SimpleCData[Any]]]" = {
     "p": ctypes.c_void_p,
@@ -38,8 +38,13 @@ _SIGNATURES = {
     "hs_kv_write": "pin pinn pnnn i",
     "hs_rms_norm": "pinn pi fi p nnn i",
     "hs_gated_rms_norm": "pinn pinn pi fnii p nnn i",
+    "hs_first_outside": "p nnn",
+    "hs_first_block_outside": "p nnnn pp nn",
     "hs_moe": "pin p pi pnn pnn i pi pi p nnnnn iiff i",
 }
+
+#: Functions that return a number; all others write what they find.
+_ANSWERING = frozenset({"hs_first_outside", "hs_first_block_outside"})
 
 #: The codes that kernels take for element types; what is not here they do not read.
 IS_BF16: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1}
@@ -72,7 +77,7 @@ class Library:
         """The C function of that name, ready to be called with plain integers, floats and data pointers."""
         function = self._library[name]
         function.argtypes = [_ARGUMENT[letter] for letter in _SIGNATURES[name].replace(" ", "")]
-        function.restype = None
+        function.restype = ctypes.c_int64 if name in _ANSWERING else None
         return function
 
 

@@ -6,8 +6,8 @@ Owns the mapping of their tensors to the kernel's arguments. Must not know layer
 import torch
 from torch import Tensor
 
+from hybridserve.backends.cpu.bounds import Bounds
 from hybridserve.backends.cpu.library import Kernel, Library, covers, dense_rows, elements, heads
-from hybridserve.backends.cpu.states import table_arguments
 from hybridserve.backends.reference import recurrence as reference
 from hybridserve.batch import Batch, StateTable
 
@@ -22,6 +22,7 @@ class NativeRecurrence:
 
     def __init__(self, library: Library) -> None:
         self._kernel: Kernel = library.kernel("hs_recurrence")
+        self._bounds = Bounds(library)
 
     def delta_rule(
         self,
@@ -87,7 +88,7 @@ class NativeRecurrence:
             *(*heads(q), *heads(k), *heads(v), *heads(log_decay), per_channel),
             *((None, 0, 0, 0) if beta is None else heads(beta)),
             *(state.data_ptr(), state.stride(0), *elements(out)),
-            *table_arguments(batch, table),
+            *self._bounds.state_arguments(batch, table, len(state)),
             *(q.shape[1], num_heads, key_size, value_size),
             *(scale, qk_l2norm, torch.get_num_threads()),
         )

@@ -6,8 +6,8 @@ Owns the mapping of its tensors to the kernel's arguments. Must not know layers 
 import torch
 from torch import Tensor
 
+from hybridserve.backends.cpu.bounds import Bounds
 from hybridserve.backends.cpu.library import Kernel, Library, covers, dense_rows, elements
-from hybridserve.backends.cpu.states import table_arguments
 from hybridserve.backends.reference.selective_scan import selective_scan
 from hybridserve.batch import Batch, StateTable
 
@@ -22,6 +22,7 @@ class NativeSelectiveScan:
 
     def __init__(self, library: Library) -> None:
         self._kernel: Kernel = library.kernel("hs_selective_scan")
+        self._bounds = Bounds(library)
 
     def __call__(
         self, x: Tensor, dt: Tensor, A: Tensor, b: Tensor, c: Tensor, state: Tensor, batch: Batch, table: StateTable
@@ -41,7 +42,7 @@ class NativeSelectiveScan:
         self._kernel(
             *(argument for rows in (x, dt, b, c) for argument in (*elements(rows), rows.stride(0))),
             *(rates.data_ptr(), state.data_ptr(), state.stride(0), out.data_ptr()),
-            *table_arguments(batch, table),
+            *self._bounds.state_arguments(batch, table, len(state)),
             *(channels, size, torch.get_num_threads()),
         )
         return out
