@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from hybridserve.engine.chat import ChatTemplate, RenderedChat
 from hybridserve.engine.render_job import Job
 from hybridserve.engine.rendering import Renderer
-from hybridserve.engine.shape import MAX_ARGUMENTS_DEPTH
+from hybridserve.engine.shape import MAX_DEPTH
 from hybridserve.engine.text import Tokenizer
 from hybridserve.errors import RequestError
 from tests.templates import CONTROL, TEMPLATES, TOOLS
@@ -134,13 +134,16 @@ def test_system_messages_that_a_template_wants_first_are_merged_there_and_others
     assert rendered(TEMPLATES["harmony"], late).count("<|start|>developer") == 2
 
 
-@pytest.mark.parametrize("depth", [MAX_ARGUMENTS_DEPTH + 1, 900, 100_000])
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 900, 100_000])
 def test_arguments_that_nest_too_deep_are_a_400(depth):
     arguments = '{"a":' + "[" * depth + "]" * depth + "}"
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
     with pytest.raises(RequestError, match="deeper than 100 levels") as caught:
         rendered(TEMPLATES["qwen"], messages)
     assert caught.value.param == "messages[1].tool_calls"
+    if depth < 1000:
+        with pytest.raises(RequestError, match="deeper than 100 levels"):
+            rendered(TEMPLATES["qwen"], [USER], variables={"x": json.loads(arguments)})
 
 
 # --- control tokens ---

@@ -60,7 +60,7 @@ def check_tokenizer(tokenizer: Tokenizer | None, vocab_size: int) -> Finding:
     if tokenizer is None:
         return warned(
             "chat.tokenizer",
-            "no vocabulary: only token ids can be given, and `serve` refuses it",
+            "no vocabulary, such as a tokenizer.json: only token ids can be given, and `serve` refuses it",
             "name one with --tokenizer",
         )
     if tokenizer.vocab_size > vocab_size:

@@ -12,7 +12,7 @@ import jinja2.exceptions
 
 from hybridserve.engine.control import ControlTexts, Guard, Written, render_guarded
 from hybridserve.engine.render_job import Job, Placed
-from hybridserve.engine.shape import Remedies, applicable, find_shape
+from hybridserve.engine.shape import MAX_DEPTH, Remedies, applicable, find_shape, nests_too_deep
 from hybridserve.engine.template import Message, Template
 from hybridserve.engine.turns import Turns
 from hybridserve.errors import RequestError
@@ -76,7 +76,12 @@ class Renderer:
         return ""
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
-        for name in variables:
+        for name, value in variables.items():
+            if nests_too_deep(value):
+                raise RequestError(
+                    f"chat_template_kwargs: {name[:64]!r} nests deeper than {MAX_DEPTH} levels; flatten it",
+                    param="chat_template_kwargs",
+                )
             if name in _RENDERER_NAMES or name in self.template.special_tokens or name.startswith("_"):
                 raise RequestError(
                     f"chat_template_kwargs sets {name[:64]!r}, which belongs to the renderer; use another name",

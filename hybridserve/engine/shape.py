@@ -18,8 +18,8 @@ from hybridserve.errors import RequestError
 #: How a role's content is read: as one text, as a list of parts, or as either.
 ContentFormat: TypeAlias = Literal["text", "parts", "both"]
 
-#: Levels of lists and objects that a tool call's arguments may have.
-MAX_ARGUMENTS_DEPTH = 100
+#: Levels of lists and objects that a tool call's arguments, and each of a request's variables, may have.
+MAX_DEPTH = 100
 #: What joins text parts for a template that reads no parts of any role.
 DEFAULT_SEPARATOR = "\n"
 _MAX_SEPARATOR_CHARS = 16
@@ -162,7 +162,8 @@ def _call(call: Any, index: int, remedies: Remedies) -> Any:
             arguments = json.dumps(arguments, ensure_ascii=False)
     elif isinstance(arguments, str):
         arguments = _parsed(arguments, index)
-    _check_depth(arguments, index)
+    if nests_too_deep(arguments):
+        raise _too_deep(index)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -177,19 +178,20 @@ def _parsed(arguments: str, index: int) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def _check_depth(value: Any, index: int) -> None:
+def nests_too_deep(value: Any) -> bool:
+    """Whether lists and objects have more than `MAX_DEPTH` levels."""
     level = [value]
-    for _ in range(MAX_ARGUMENTS_DEPTH):
+    for _ in range(MAX_DEPTH):
         level = [
             child for one in level if isinstance(one, dict | list) for child in (one.values() if isinstance(one, dict) else one)
         ]
         if not level:
-            return
-    raise _too_deep(index)
+            return False
+    return True
 
 
 def _too_deep(index: int) -> RequestError:
     return RequestError(
-        f"messages[{index}] has a tool call whose arguments nest deeper than {MAX_ARGUMENTS_DEPTH} levels; flatten them",
+        f"messages[{index}] has a tool call whose arguments nest deeper than {MAX_DEPTH} levels; flatten them",
         param=f"messages[{index}].tool_calls",
     )

@@ -314,4 +314,6 @@ def _call(call: ToolCall, index: int) -> Message:
     else:
         field = f"messages[{index}].tool_calls"
         raise RequestError(f"{field} has a call without function and custom; send one of them", param=field)
-    return {"type": "function", **({} if call.id is None else {"id": call.id}), "function": function}
+    kind = "function" if call.custom is not None else call.type
+    given = {"id": call.id, "type": kind, "function": function}  # in the order in which some templates print it
+    return {name: value for name, value in given.items() if value is not None}
