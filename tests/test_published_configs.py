@@ -245,3 +245,52 @@ def test_tables_of_keys_have_no_doubles_and_name_only_architectures() -> None:
     named |= {name for table in (config_keys._QK_NORMS, config_keys._ROTATES) for names in table.values() for name in names}
     assert named <= known, named - known
     assert not family_of("SomebodysForCausalLM").stated
+
+
+def stranger(name: str, model_type: str, **values: object) -> dict[str, object]:
+    """A config of a class that is not here."""
+    return {**small(), **values, "architectures": [name], "model_type": model_type}
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "nearest"),
+    [
+        ("MixtralForCausalLM", "mixtral", "Qwen3MoeForCausalLM"),
+        ("MistralForCausalLM", "mistral", "LlamaForCausalLM"),
+        ("Gemma2ForCausalLM", "gemma2", "Gemma3ForCausalLM"),
+        ("DeepseekV2ForCausalLM", "deepseek_v2", "DeepseekV3ForCausalLM"),
+        ("GraniteMoeSharedForCausalLM", "granitemoeshared", "GraniteMoeHybridForCausalLM"),
+        ("Llama4ForCausalLM", "llama4_text", None),
+        ("RwkvForCausalLM", "rwkv", None),
+        ("Phi9ForCausalLM", "phi9", None),
+    ],
+)
+def test_the_nearest_architecture_is_a_relative_or_none(name: str, model_type: str, nearest: str | None) -> None:
+    error = refusal_of(stranger(name, model_type))
+    assert f"The nearest is {nearest!r}" in error if nearest else "None of them is known to be near" in error
+    assert "reads the same" not in error
+
+
+@pytest.mark.parametrize(
+    ("name", "inner", "words"),
+    [
+        (
+            "Qwen3VLForConditionalGeneration",
+            {"model_type": "qwen3_vl_text"},
+            ["text_config", "'qwen3_vl_text'", "'Qwen3ForCausalLM'"],
+        ),
+        (
+            "KimiK25ForConditionalGeneration",
+            {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]},
+            ["text_config", "'DeepseekV3ForCausalLM', which is implemented where a release has it alone"],
+        ),
+        ("Llama4ForConditionalGeneration", {"model_type": "llama4_text"}, ["text_config", "'llama4_text'", "None of them"]),
+    ],
+)
+def test_a_wrapper_is_told_apart_from_what_it_wraps(name: str, inner: dict[str, object], words: list[str]) -> None:
+    text = {key: value for key, value in small().items() if key != "architectures"}
+    error = refusal_of({"architectures": [name], "model_type": "wrapper", "text_config": {**text, **inner}, "vision_config": {}})
+    for word in words:
+        assert word in error
+    assert "published with the weights" not in error
+    assert "has no 'vocab_size'" not in error

@@ -11,7 +11,7 @@ from hybridserve.check.report import Finding, failed, passed, warned
 from hybridserve.check.source import Source
 from hybridserve.config import EngineSettings
 from hybridserve.engine.features import FEATURES
-from hybridserve.engine.generation_config import read_json, read_sampling_defaults, token_ids
+from hybridserve.engine.generation_config import model_vocab_size, read_json, read_sampling_defaults, token_ids
 from hybridserve.engine.text import Tokenizer
 from hybridserve.errors import HybridServeError, UnsupportedModelError, WeightsError
 from hybridserve.origin import find, vocabulary_file
@@ -117,6 +117,15 @@ def check_stop_tokens(source: Source, tokenizer: Tokenizer, rendering: Rendering
     stops = tokenizer.eos_token_ids
     said = token_ids(read_json(source.folder.path / "generation_config.json").get("eos_token_id"))
     listed = ", ".join(f"{tokenizer.token_text(one)!r} ({one})" for one in stops) or "none"
+    size = model_vocab_size(source.folder.path)
+    beyond = [one for one in _stated_ends(source) if one >= size]
+    if beyond:
+        return warned(
+            "chat.stop",
+            f"eos_token_id {beyond[0]} is beyond the model's vocabulary of {size} tokens, so it never ends an answer; "
+            f"what does: {listed}",
+            "correct eos_token_id in generation_config.json and config.json, or take both from the release of the weights",
+        )
     if not stops:
         return warned(
             "chat.stop", "no token ends an answer: each runs to its max_tokens", "set eos_token_id in generation_config.json"
@@ -133,14 +142,32 @@ def check_stop_tokens(source: Source, tokenizer: Tokenizer, rendering: Rendering
     return passed("chat.stop", f"{listed}, from {origin}")
 
 
+def _stated_ends(source: Source) -> list[int]:
+    """Ids that end a text, as any file of the model states them."""
+    config, generation = source.folder.config, read_json(source.folder.path / "generation_config.json")
+    text = config.get("text_config")
+    places = (generation, config, text if isinstance(text, dict) else {})
+    return [one for place in places for one in token_ids(place.get("eos_token_id"))]
+
+
 def check_defaults(source: Source) -> Finding:
     """Sampling settings of the model's author."""
-    try:
-        values = read_sampling_defaults(source.folder.path).items()
-    except HybridServeError as error:
-        raise WeightsError(str(error)) from error
-    listed = ", ".join(f"{name}={value:g}" for name, value in values.items())
+    defaults = read_sampling_defaults(source.folder.path)
+    listed = ", ".join(f"{name}={_shown(value)}" for name, value in defaults.items().items())
+    if defaults.unsupported:
+        return warned(
+            "chat.defaults",
+            f"generation_config.json asks for {', '.join(defaults.unsupported)}, which is off: not_implemented; "
+            f"what counts: {listed or 'nothing'}",
+            "expect answers unlike those that the model's author had, or set other sampling in requests",
+        )
     return passed("chat.defaults", listed or "generation_config.json says nothing about sampling")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return f"{len(value)} tokens suppressed"
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
 def _token_after_answer(tokenizer: Tokenizer, rendering: Rendering) -> int | None:

@@ -19,7 +19,7 @@ from hybridserve.check.operations import check_backends, check_features, choose_
 from hybridserve.check.report import INTERNAL, Finding, Report, failed, passed, plain, warned
 from hybridserve.check.source import Entries, Source, check_dtype, check_shards, check_source, find_source, read_headers
 from hybridserve.check.target import Target, check_target, find_target
-from hybridserve.check.tensors import check_tensors, find_match, scan_values
+from hybridserve.check.tensors import check_not_empty, check_tensors, find_match, scan_values
 from hybridserve.config import EngineSettings, format_nbytes
 from hybridserve.engine.features import features_off
 from hybridserve.engine.sizing import free_nbytes, unlimited_plan
@@ -132,6 +132,8 @@ class _Checker:
             self.attempt_all("tensors", lambda: check_tensors(model, entries))
         if self.options.is_deep:
             self._scan(source, entries)
+        elif entries is not None and source.weights_are_here:
+            self.attempt("tensors.values", lambda: check_not_empty(entries))
         chosen = self.attempt("backends", lambda: choose_backends(model, settings, target))
         if chosen is not None:
             report.backends = chosen

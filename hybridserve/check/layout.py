@@ -46,10 +46,19 @@ def check_architecture(source: Source) -> Finding:
 
 def check_config(source: Source, settings: EngineSettings) -> list[Finding]:
     """That every key was read: those that change the mathematics are implemented."""
-    config, accepted = source.folder.config, settings.ignore_config_keys
-    note = f", {', '.join(accepted)} unread as told" if accepted else ""
-    findings = [passed("config", f"all {len(config)} keys are understood{note}")]
-    absent = [key for key in accepted if not _has(config, key)]
+    config, asked = source.folder.config, settings.ignore_config_keys
+    accepted = [key for key in asked if _has(config, key)]
+    if accepted:
+        findings = [
+            warned(
+                "config",
+                f"{', '.join(accepted)} unread as told: the model may compute something else than what was trained",
+                "compare its answers with those of the published code",
+            )
+        ]
+    else:
+        findings = [passed("config", f"all {len(config)} keys are understood")]
+    absent = [key for key in asked if key not in accepted]
     if absent:
         findings.append(
             warned("config", f"--ignore-config-keys {absent[0]}: there is no such key", "leave it out, or give its whole path")

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from hybridserve.check.report import Finding, failed, passed
+from hybridserve.check.report import Finding, failed, passed, warned
 from hybridserve.check.source import Entries
 from hybridserve.config import format_nbytes
 from hybridserve.errors import WeightsError
@@ -21,6 +21,10 @@ from hybridserve.models.shards import read_tensors
 #: Elements looked at in one go: a copy of them is made.
 _SCAN_ELEMENTS = 2**24
 _SHOWN = 6
+#: Values of a matrix that are looked at without being asked to.
+_SAMPLED = 256
+#: Dtypes that torch compares with zero as numbers.
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def check_tensors(model: CausalLM, entries: Entries) -> list[Finding]:
@@ -64,8 +68,15 @@ def _check_quantised(model: CausalLM, matched: MatchedWeights) -> list[Finding]:
 
 
 def scan_values(entries: Entries) -> Finding:
-    """Look at every value for NaN and infinity."""
-    bad = [f"{name} ({count:,})" for name, tensor in read_tensors(entries) if (count := _count_bad(tensor))]
+    """Look at every value for NaN and infinity, and for weights that are nothing but zeros."""
+    bad, empty, num_matrices = [], [], 0
+    for name, tensor in read_tensors(entries):
+        if count := _count_bad(tensor):
+            bad.append(f"{name} ({count:,})")
+        if tensor.dim() > 1:
+            num_matrices += 1
+            if not _has_values(tensor):
+                empty.append(name)
     if bad:
         more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         error = WeightsError(
@@ -73,7 +84,43 @@ def scan_values(entries: Entries) -> Finding:
             "again, and if it stays ask the model's publisher"
         )
         return failed("tensors.values", error)
+    if empty and len(empty) == num_matrices:
+        return failed("tensors.values", all_zero(len(empty)))
+    if empty:
+        return warned(
+            "tensors.values",
+            f"all {len(entries)} tensors are finite, but {len(empty)} of {num_matrices} matrices hold zeros alone: "
+            f"{', '.join(empty[:_SHOWN])}",
+            "compare the files with those of the release, unless parts of the model were emptied on purpose",
+        )
     return passed("tensors.values", f"all {len(entries)} tensors are finite")
+
+
+def check_not_empty(entries: Entries) -> None:
+    """Look at a few values of each matrix that is stored as floats. Raises WeightsError if all that was seen is zero."""
+    matrices = {name: one for name, one in entries.items() if len(one.shape) > 1 and one.nbytes and one.dtype in FLOAT_DTYPES}
+    for _, tensor in read_tensors(matrices):
+        middle = tensor[tensor.shape[0] // 2].reshape(-1)
+        if _has_values(middle[:_SAMPLED]):
+            return
+    if matrices:
+        raise all_zero(len(matrices))
+
+
+def all_zero(num_matrices: int) -> WeightsError:
+    """The error for weights that nobody trained."""
+    return WeightsError(
+        f"all {num_matrices} matrices hold zeros alone, so every answer would be the same token; the files were made but never "
+        "filled: download them again, or ask the model's publisher"
+    )
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether anything in it is not zero. tensor: any shape."""
+    flat = tensor.reshape(-1)
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+        flat = flat.view(torch.uint8) & 0x7F  # without the sign
+    return any(bool(flat[start : start + _SCAN_ELEMENTS].ne(0).any()) for start in range(0, flat.numel(), _SCAN_ELEMENTS))
 
 
 def _count_bad(tensor: Tensor) -> int:

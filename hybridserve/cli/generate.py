@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from hybridserve.cli.flags import Sources, add_config, add_settings, at_least, changed
 from hybridserve.cli.folder import text_folder
@@ -50,15 +51,16 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end of text")
 
 
-def sampling_of(arguments: argparse.Namespace, defaults: Mapping[str, float | int]) -> dict[str, object]:
+def sampling_of(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> dict[str, object]:
     """Fields of `SamplingParams` from flags, over the model's own."""
     given = {name: getattr(arguments, name) for name in _NUMBERS if getattr(arguments, name) is not None}
+    fields = {"max_tokens": DEFAULT_MAX_TOKENS, **defaults, **given}
+    if "min_tokens" in defaults and "min_tokens" not in given:
+        fields["min_tokens"] = min(defaults["min_tokens"], fields["max_tokens"])
     return {
-        "max_tokens": DEFAULT_MAX_TOKENS,
-        **defaults,
-        **given,
+        **fields,
         "seed": arguments.sampling_seed,
-        "stop": tuple(arguments.stop or ()),
+        "stop": tuple(arguments.stop or defaults.get("stop", ())),
         "ignore_eos": arguments.ignore_eos,
     }
 

@@ -18,7 +18,7 @@ import tokenizers
 from hybridserve.engine.byte_level import BYTE_OF_CHAR
 from hybridserve.engine.chat import RenderedChat
 from hybridserve.engine.control import ControlTexts
-from hybridserve.engine.generation_config import read_json, token_ids
+from hybridserve.engine.generation_config import model_vocab_size, read_json, token_ids
 from hybridserve.engine.plain_text import PlainText
 from hybridserve.engine.vocabulary import read_vocabulary
 
@@ -383,11 +383,15 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _eos_token_ids(folder: Path, core: tokenizers.Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
-    """Where text ends: the generation config's ids (else the model config's), and the tokenizer's own EOS."""
+    """Where text ends: the generation config's ids (else the model config's), and the tokenizer's own EOS.
+
+    Ids that the model hasn't are left out: it can give none of them. `check-model` names them.
+    """
     config = read_json(folder / "config.json")
     ids = token_ids(read_json(folder / "generation_config.json").get("eos_token_id"))
     ids = ids or token_ids(config.get("eos_token_id"))
     if not ids and isinstance(config.get("text_config"), dict):
         ids = token_ids(config["text_config"].get("eos_token_id"))
     own = core.token_to_id(special["eos_token"]) if "eos_token" in special else None
-    return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))
+    size = model_vocab_size(folder)
+    return tuple(dict.fromkeys(one for one in [*ids, *([] if own is None else [own])] if one < size))

@@ -4,9 +4,8 @@ Owns the table, the choice by the config's `architectures`, and the refusal of w
 itself: their files register themselves. Called by `loader.py` and `check-model`.
 """
 
-import difflib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -16,6 +15,7 @@ from hybridserve.errors import ModelError, UnsupportedModelError
 from hybridserve.models.decoder import CausalLM
 from hybridserve.models.quantisation import read_quantisation
 from hybridserve.models.reader import ConfigReader, Fault, refusal
+from hybridserve.models.relatives import inner_config, nearest_of
 from hybridserve.registry import Registry
 
 #: Lays out a model: reads the config, makes mixers, MLPs and the weight map. Parameters have no memory yet.
@@ -78,30 +78,43 @@ def _origin(text: str, reader: ConfigReader) -> str:
 
 
 def _refusal(name: str, config: Mapping[str, object], ops: Ops, dtype: torch.dtype) -> str:
-    """Why an architecture is not served: the nearest one that is, and what stands between."""
-    nearest = _nearest(name, config.get("model_type"))
-    try:
-        _build(nearest, config, ops, dtype, ())
-    except ModelError as error:
-        differs = str(error).partition(". To serve it unread")[0]
-    else:
-        differs = "its config reads the same, but weights of another class are not taken on trust"
+    """Why an architecture is not served: what it wraps, the nearest one that is, and what stands between."""
+    wrapped = inner_config(config)
+    where, inner = ("", config) if wrapped is None else wrapped
     own_code = "Its own code (auto_map) is never run. " if config.get("auto_map") is not None else ""
+    stated = inner.get("architectures")
+    names = [*(stated if isinstance(stated, list) else []), inner.get("model_type"), name, config.get("model_type")]
     return (
         f"architecture {name!r} is none of the {len(architectures.names())} that are implemented, which docs/models.md lists. "
-        f"The nearest is {nearest!r}; what differs: {differs}. {own_code}"
+        f"{_inside(where, inner)}{_next_to(names, inner, ops, dtype)} {own_code}"
         "A plug-in can add it, with an entry point in 'hybridserve.models' or --plugin FILE.py"
     )
 
 
-def _nearest(name: str, model_type: object) -> str:
-    """The architecture that is called most alike, or as the config's `model_type`: releases often keep that of a relative."""
-    wanted = {_stem(name), _stem(str(model_type).removesuffix("_text"))}
-    return max(
-        architectures.loaded(), key=lambda one: max(difflib.SequenceMatcher(None, _stem(one), each).ratio() for each in wanted)
+def _inside(where: str, inner: Mapping[str, object]) -> str:
+    """What a wrapper holds; empty for a config that wraps nothing."""
+    if not where:
+        return ""
+    stated = inner.get("architectures")
+    kind = stated[0] if isinstance(stated, list) and stated else inner.get("model_type")
+    alone = (
+        f", which is implemented where a release has it alone, with {where} as its config.json"
+        if isinstance(kind, str) and kind in architectures
+        else ""
     )
+    return f"It wraps the language model in {where}, {kind!r:.80}{alone}. "
 
 
-def _stem(name: str) -> str:
-    """What is particular in a name: without its task, case and underscores."""
-    return name.partition("For")[0].replace("_", "").lower()
+def _next_to(names: Sequence[object], config: Mapping[str, object], ops: Ops, dtype: torch.dtype) -> str:
+    """The nearest architecture and what differs, by reading the config as one of it."""
+    nearest = next((one for one in names if isinstance(one, str) and one in architectures), None)
+    nearest = nearest or nearest_of(names, architectures.loaded())
+    if nearest is None:
+        return "None of them is known to be near to it."
+    try:
+        _build(nearest, config, ops, dtype, ())
+    except ModelError as error:
+        differs = str(error).partition(". To serve it unread")[0].partition("; take the config.json that was published")[0]
+    else:
+        differs = "the code of the class, for its config shows nothing; weights of another class are not taken on trust"
+    return f"The nearest is {nearest!r}; what differs: {differs}."

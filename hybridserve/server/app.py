@@ -5,6 +5,7 @@ Owns the list of routes. Must not know how any is answered. Called by `run.py` a
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -46,7 +47,7 @@ def create_app(
     *,
     aliases: Sequence[str] = (),
     template: ChatTemplate | None = None,
-    sampling_defaults: Mapping[str, float | int] | None = None,
+    sampling_defaults: Mapping[str, Any] | None = None,
     is_caching_prefixes: bool = True,
     lifecycle: Lifecycle | None = None,
 ) -> FastAPI:

@@ -4,6 +4,7 @@ Owns that order and the seeds of choices. Must not know prompts or replies. Call
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -22,7 +23,7 @@ _SEED_SPAN = 2**64
 
 def sampling_params(
     fields: GenerationFields,
-    defaults: Mapping[str, float | int],
+    defaults: Mapping[str, Any],
     *,
     max_tokens: int | None,
     logprobs: int | None,
@@ -36,7 +37,13 @@ def sampling_params(
             values[name] = value
     if values.get("top_k") == -1:  # other servers' word for no limit
         values["top_k"] = 0
-    values["stop"] = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    # What the author suppresses stays so, unless the request says otherwise of that very token.
+    known = {token_id: bias for token_id, bias in defaults.get("logit_bias", {}).items() if token_id < vocab_size}
+    values["logit_bias"] = {**known, **(fields.logit_bias or {})}
+    if fields.min_tokens is None and max_tokens is not None:
+        values["min_tokens"] = min(defaults.get("min_tokens", 0), max_tokens)
+    stop = defaults.get("stop") if fields.stop is None else fields.stop
+    values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
     values["stop_token_ids"] = tuple(fields.stop_token_ids or ())
     values["max_tokens"] = max_tokens
     values["logprobs"] = logprobs

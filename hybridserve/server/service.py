@@ -5,6 +5,7 @@ Owns nothing but the bundle: the engine's client, the texts' tools, the settings
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hybridserve.config import ServerSettings
 from hybridserve.engine.chat import ChatTemplate
@@ -27,7 +28,7 @@ class Service:
     settings: ServerSettings
     model_name: str
     aliases: tuple[str, ...]
-    sampling_defaults: Mapping[str, float | int]
+    sampling_defaults: Mapping[str, Any]
     is_caching_prefixes: bool
     workers: Workers
     lifecycle: Lifecycle
