@@ -4,7 +4,9 @@ Owns the messages that cross the process border (msgspec Structs, never pickle) 
 Must not know pools, models or HTTP. Built by `server/` and `llm.py`, read by `engine/`.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -177,6 +179,36 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     cache: CacheHints = CacheHints()
     explain: bool = False
     deadline_s: float | None = None  # seconds from submission; then it ends with reason "timeout"
+
+
+def check_request(request: EngineRequest, *, vocab_size: int, max_model_len: int) -> None:
+    """The engine's own check, against its model, of what the border has checked already. Raises RequestError naming the field."""
+    tokens, sampling = request.prompt_token_ids, request.sampling
+    if not tokens:
+        raise RequestError("the prompt is empty; give at least one token", param="prompt")
+    if len(tokens) >= max_model_len:
+        raise RequestError(
+            f"the prompt has {len(tokens)} tokens; at most {max_model_len - 1} leave room for one more in a context of "
+            f"{max_model_len}; shorten it",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    given: dict[str, Iterable[int]] = {
+        "prompt": (min(tokens), max(tokens)),
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": sampling.logit_bias,
+    }
+    for name, ids in given.items():
+        wrong = next((one for one in ids if not isinstance(one, Integral) or not 0 <= one < vocab_size), None)
+        if wrong is not None:
+            raise RequestError(
+                f"{name}: token id {wrong!r:.100} is outside the vocabulary of {vocab_size}; use ids from 0 to {vocab_size - 1}",
+                param=name,
+            )
+    if request.deadline_s is not None and not math.isfinite(request.deadline_s):
+        raise RequestError(f"deadline_s is {request.deadline_s}; give a number of seconds, or none", param="deadline_s")
+    if any("\ud800" <= char <= "\udfff" for char in request.cache.salt):
+        raise RequestError("the cache salt holds half of a surrogate pair; give valid text", param="cache_salt")
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -40,6 +40,8 @@ class Simulation:
         self.outputs: dict[str, list[int]] = {}
         self.ended: dict[str, Ended] = {}
         self.num_computed = 0
+        self.num_failed_steps = 0
+        self.fails: Callable[[list[str]], bool] = lambda names: False  # whether a pass over these requests raises
 
     def step(self, failing: int | None = None) -> Plan | None:
         """Plan, run and commit one step. The logits of the `failing`-th sequence that samples, if there is one, are bad."""
@@ -53,6 +55,10 @@ class Simulation:
                 source = self.entries.get((copy.group, copy.source, offset))
                 if source is not None:
                     self.entries[copy.group, copy.target, offset] = source
+        names = [self.scheduler.seats.running[seat].request.request_id for seat in plan.seats]
+        if self.fails(names):
+            self._fail(plan)
+            return plan
         sampled = self._run(plan)
         self.num_computed += plan.num_tokens
         failed = np.arange(len(sampled)) == failing
@@ -61,6 +67,19 @@ class Simulation:
         for ended in self.scheduler.commit(plan, sampled, failed):
             self.ended[ended.running.request.request_id] = ended
         return plan
+
+    def _fail(self, plan: Plan) -> None:
+        """A pass that raises at its very end: whatever it was to write holds rubbish."""
+        self.num_failed_steps += 1
+        for group in self.plan.states:
+            self.states.update({(group.index, int(slot)): (-1,) for slot in plan.memory.write_slots[group.index]})
+        for at in range(len(plan.seats)):
+            for position in range(int(plan.starts[at]), int(plan.starts[at] + plan.counts[at])):
+                for group in self.plan.paged:
+                    block = int(plan.memory.block_tables[group.index][at, position // group.block_size])
+                    self.entries[group.index, block, position % group.block_size] = (-1, -1)
+        for ended in self.scheduler.fail(plan, "test"):
+            self.ended[ended.running.request.request_id] = ended
 
     def _forget_last(self, plan: Plan, at: int) -> None:
         running = self.scheduler.seats.running[plan.seats[plan.samples][at]]

@@ -189,6 +189,90 @@ def test_refusals_and_failures_touch_nobody_else(tmp_path):
     assert tokens["good"] == greedy(model, [1, 2, 3])
 
 
+def raise_(error):
+    raise error
+
+
+#: How a mixer goes wrong: what it returns or raises, given its right output.
+FAULTS = {
+    "raises": lambda y: raise_(RuntimeError("a test")),
+    "host memory": lambda y: raise_(MemoryError()),
+    "device memory": lambda y: raise_(torch.OutOfMemoryError("a test")),
+    "one row": lambda y: y[:1],
+    "a row too many": lambda y: torch.cat([y, y[:1]]),
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A tiny hybrid, prompts of lengths that tell them apart, and what transformers makes of them."""
+    model = checkpoints.make("qwen3_5")
+    folder = checkpoints.save(model, tmp_path_factory.mktemp("hybrid"))
+    generator = torch.Generator().manual_seed(5)
+    lengths = {"a": 3, "b": 17, "c": 40, "prompt": 75, "answer": 60}
+    prompts = {name: torch.randint(0, checkpoints.VOCAB_SIZE, (n,), generator=generator).tolist() for name, n in lengths.items()}
+    return folder, prompts, {name: greedy(model, prompt) for name, prompt in prompts.items()}
+
+
+@pytest.mark.parametrize(
+    ("layer", "fault"),
+    [("first", "raises"), ("middle", "raises"), ("last", "raises"), *(("middle", name) for name in FAULTS if name != "raises")],
+)
+def test_I33_a_layer_that_fails_on_one_sequence_costs_the_others_no_token(hybrid, layer, fault):
+    """It fails after it has written states and entries, on the prompt of one request and in the answer of another."""
+    folder, prompts, expected = hybrid
+    core = engine(folder, max_num_batched_tokens=48)
+    passes = []
+
+    def fail(module, arguments, output):
+        lengths_now = set(arguments[1].kv_lens_host)  # of the requests named so, and of no other at any time
+        passes.append(lengths_now)
+        return FAULTS[fault](output) if not lengths_now.isdisjoint({75, 63}) else output
+
+    layers = core._loaded.model.layers
+    chosen = layers[{"first": 0, "middle": len(layers) // 2, "last": -1}[layer]]
+    next(iter(chosen.mixers.values())).mixer.register_forward_hook(fail)
+    for name, prompt in prompts.items():
+        core.add(request(name, prompt, prompt_logprobs=2 if name == "c" else None))
+    tokens, ends, logprobs = {}, {}, []
+    while core.has_work:
+        for output in core.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            logprobs += output.prompt_logprobs or []
+            if output.finish_reason is not None:
+                ends[output.request_id] = output
+        core.check()
+    for name in "abc":
+        assert (ends[name].finish_reason, tokens[name]) == ("length", expected[name])
+    assert [one.token_id for one in logprobs[1:]] == prompts["c"][1:]
+    for name in ("prompt", "answer"):
+        assert ends[name].finish_reason == "error"
+        assert ends[name].error.startswith("the engine failed on this request")
+    assert tokens["answer"] == expected["answer"][:3]
+    assert len(passes) < 40
+
+
+def test_prompt_logprobs_are_complete_when_a_prompt_is_computed_again_in_other_chunks(hybrid):
+    core = engine(hybrid[0], max_num_batched_tokens=16)
+    prompt = list(range(40))
+    alone = engine(hybrid[0])
+    alone.add(request("alone", prompt, 1, prompt_logprobs=0))
+    (wanted,) = alone.step()
+    passes = []
+
+    def fail_third(module, arguments, output):
+        passes.append(len(output))
+        return FAULTS["raises"](output) if len(passes) == 3 else output
+
+    core._loaded.model.layers[0].register_forward_hook(fail_third)
+    core.add(request("short", [1, 2], 9))
+    core.step()
+    core.add(request("long", prompt, 1, prompt_logprobs=0))
+    found = [one for _ in range(30) for output in core.step() for one in output.prompt_logprobs or []]
+    assert [one and one.token_id for one in found] == [one and one.token_id for one in wanted.prompt_logprobs]
+    assert [one.logprob for one in found[1:]] == pytest.approx([one.logprob for one in wanted.prompt_logprobs[1:]], abs=1e-4)
+
+
 def test_nan_fails_only_its_own_request_and_leaves_no_cache(tmp_path):
     model = checkpoints.make("qwen3_5")
     folder = checkpoints.save(model, tmp_path)

@@ -1,8 +1,12 @@
 """Sampling against distributions and rules worked out in the test, and its independence of everything but the request."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hybridserve.engine.sampler import Sampler
 from hybridserve.engine.seats import Running, Seats
@@ -128,6 +132,83 @@ def test_bad_logits_fail_their_row_alone(bad):
     sampled = sampler.sample(logits, rows, seats)
     assert sampled.failed.tolist() == [True, False]
     assert sampled.tokens[1] == int(LOGITS.argmax())
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-46, 1e-39, 1e-38, 2e-38, 1e-12])
+@pytest.mark.parametrize("more", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"repetition_penalty": 0.001}])
+def test_I32_a_temperature_too_small_to_divide_by_is_greedy(temperature, more):
+    tiny = SamplingParams(temperature=temperature, **more)
+    sampled = sample([tiny, SamplingParams(temperature=0.0, **more)])
+    assert sampled.tokens[0] == sampled.tokens[1]
+    assert not (sampled.failed | sampled.barred).any()
+
+
+def test_I32_a_request_that_bars_every_token_fails_alone():
+    few = LOGITS[:4]
+    sampler, seats, rows = seated([SamplingParams(temperature=t, min_tokens=3) for t in (0.0, 1.0)], stop_ids=(0, 1, 2, 3))
+    others = [SamplingParams(temperature=0.0), SamplingParams(seed=3)]
+    assert sampler.sample(few.expand(2, -1).clone(), rows, seats).barred.tolist() == [True, True]
+    assert not sample(others, logits=few).barred.any()
+
+
+#: Where floats go wrong: zero, denormal in fp32 and fp64, the bounds, and what lies beside them.
+EDGES = [0.0, 5e-324, 1e-310, sys.float_info.min, 1e-46, 1e-39, 1.1754943e-38, 1e-12, 1e-3, 0.5, 1.0]
+
+
+def floats(low, high):
+    edges = [value for edge in EDGES for value in (edge, -edge) if low <= value <= high]
+    return st.one_of(st.sampled_from([*edges, low, high]), st.floats(low, high, allow_nan=False))
+
+
+def parameters():
+    ids = st.integers(0, 39)
+    return st.builds(
+        SamplingParams,
+        temperature=floats(0.0, 100.0),
+        top_p=floats(0.0, 1.0),
+        min_p=floats(0.0, 1.0),
+        top_k=st.sampled_from([0, 1, 2, 39, 40, 2**31 - 1]),
+        presence_penalty=floats(-2.0, 2.0),
+        frequency_penalty=floats(-2.0, 2.0),
+        repetition_penalty=floats(1e-3, 100.0),
+        logit_bias=st.dictionaries(ids, floats(-100.0, 100.0), max_size=5),
+        seed=st.integers(-(2**63), 2**63 - 1),
+        min_tokens=st.integers(0, 16),
+        logprobs=st.sampled_from([None, 0, 20]),
+    )
+
+
+@st.composite
+def logits(draw, size):
+    """A row of finite numbers, ordinary or as large as fp32 holds, some of them barred by the model."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    row = torch.randn(size, generator=generator) * draw(st.sampled_from([0.0, 1e-45, 1e-38, 1.0, 40.0, 1e30, 1e37]))
+    row[torch.rand(size, generator=generator) < draw(st.sampled_from([0.0, 0.0, 0.5, 0.97]))] = -torch.inf
+    row[draw(st.integers(0, size - 1))] = draw(st.sampled_from([0.0, 3.0, -3.4e38, 3.4e38]))
+    return row.tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_I32_every_finite_parameter_gives_a_token_or_an_error_of_its_own(data):
+    """And what the others get is, to the bit, what they get alone."""
+    params = data.draw(st.lists(parameters(), min_size=1, max_size=4))
+    size = 40
+    rows_of = torch.tensor([data.draw(logits(size)) for _ in params])
+    stop_ids = tuple(data.draw(st.sampled_from([(), (3,), range(size)])))
+    output = data.draw(st.lists(st.integers(0, size - 1), max_size=20))
+    where = {"stop_ids": stop_ids, "output": output, "prompt": (1, 2, 3)}
+    sampler, seats, rows = seated(params, **where)
+    together = sampler.sample(rows_of.clone(), rows, seats)
+    assert ((together.tokens >= 0) & (together.tokens < size)).all()
+    assert together.failed.tolist() == (~torch.isfinite(rows_of).any(-1)).tolist()
+    assert not together.barred.any() or stop_ids or (rows_of == -torch.inf).any()
+    for at, one in enumerate(params):
+        # A request's seed is its own; which row it is in is not looked at.
+        sampler, seats, rows = seated([one], **where)
+        alone = sampler.sample(rows_of[at : at + 1].clone(), rows, seats)
+        assert alone.barred[0] == together.barred[at]
+        assert alone.tokens[0] == together.tokens[at]
 
 
 @pytest.mark.parametrize(

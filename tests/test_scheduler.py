@@ -191,6 +191,136 @@ def test_refusals_name_value_limit_and_remedy():
         scheduler.add(request("b", [0]))
 
 
+@pytest.mark.parametrize(
+    ("field", "sampling"),
+    [
+        ("stop_token_ids", {"stop_token_ids": (1, 3)}),
+        ("stop_token_ids", {"stop_token_ids": (-1,)}),
+        ("logit_bias", {"logit_bias": {-1: 1.0}}),
+        ("logit_bias", {"logit_bias": {2**40: 1.0}}),
+    ],
+)
+def test_I32_ids_of_every_kind_are_checked_in_the_engine(field, sampling):
+    scheduler = build("attention")[0].scheduler
+    one = EngineRequest(request_id="a", prompt_token_ids=[0], sampling=SamplingParams(**sampling))
+    with pytest.raises(RequestError, match=f"{field}: token id .* outside the vocabulary of 3; use ids from 0 to 2"):
+        scheduler.add(one)
+    assert not scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    "change", [{"deadline_s": float("nan")}, {"deadline_s": float("inf")}, {"cache": CacheHints(salt="\ud800")}]
+)
+def test_I21_what_would_disturb_the_engine_for_all_is_refused(change):
+    scheduler = build("attention")[0].scheduler
+    with pytest.raises(RequestError):
+        scheduler.add(EngineRequest(request_id="a", prompt_token_ids=[0], sampling=SamplingParams(), **change))
+
+
+def test_I21_explaining_ids_outside_the_vocabulary_says_never_seen():
+    scheduler = build("attention")[0].scheduler
+    assert scheduler.explain([2**40, -1, 0], CacheHints()).tokens == {"never_seen": 2, "last_token": 1}
+
+
+def test_I32_an_end_of_text_beyond_the_vocabulary_is_no_stop_id():
+    simulation, _ = build("attention")
+    sampling = SamplingParams(max_tokens=2, min_tokens=1)
+    simulation.scheduler.add(EngineRequest(request_id="a", prompt_token_ids=[0], sampling=sampling, eos_token_ids=(-1, 1, 3)))
+    simulation.step()
+    assert simulation.scheduler.seats.running[0].stop_ids == (1,)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num", [2, 5])
+def test_I33_a_request_that_fails_passes_ends_alone_and_soon(layout, num):
+    """Whatever it fails at: its prompt, or a token of its answer. The others get all their tokens."""
+    for fails_at in (0, 7):
+        simulation, _ = build(layout, superpages=900, seats=8, budget=64)
+        simulation.fails = lambda names, s=simulation, n=fails_at: "1" in names and len(s.outputs.get("1", [])) == n
+        rng = random.Random(num)
+        requests = [request(str(i), [rng.randrange(VOCAB) for _ in range(10 + 9 * i)], 20) for i in range(num)]
+        run(simulation, *requests)
+        for one in requests:
+            name, is_guilty = one.request_id, one.request_id == "1"
+            assert simulation.ended[name].reason == ("error" if is_guilty else "length")
+            assert simulation.outputs.get(name, []) == expected(one.prompt_token_ids, fails_at if is_guilty else 20)
+        assert simulation.num_failed_steps <= 2 * num
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_I22_an_engine_that_fails_every_pass_ends_all_in_bounded_steps(layout):
+    simulation, _ = build(layout, superpages=900, seats=8, budget=64)
+    simulation.fails = lambda names: True
+    run(simulation, *(request(str(i), [i % VOCAB] * (5 + i)) for i in range(20)))
+    assert {ended.reason for ended in simulation.ended.values()} == {"error"}
+    assert len(simulation.ended) == 20
+    assert simulation.num_failed_steps <= 2 * 20
+
+
+def test_I33_two_that_fail_only_together_both_finish():
+    simulation, _ = build("attention+state", superpages=200)
+    simulation.fails = lambda names: {"0", "1"} <= set(names)
+    prompts = [[0, 1, 2] * 9, [1, 2] * 9, [2, 0] * 9]
+    run(simulation, *(request(str(i), prompt, 9) for i, prompt in enumerate(prompts)))
+    assert [simulation.outputs[str(i)] for i in range(3)] == [expected(prompt, 9) for prompt in prompts]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(2))
+def test_no_request_ends_for_want_of_memory_that_it_fits(layout, seed):
+    """Memory holds exactly one longest sequence, and prompts share beginnings that end inside blocks."""
+    rng = random.Random(seed)
+    max_len, budget = rng.choice([40, 64, 96]), rng.choice([17, 64])
+    need = plan_cache(LAYOUTS[layout], 2**40, max_chunk=budget).superpages_needed(max_len)
+    simulation, _ = build(layout, superpages=need, seats=4, budget=budget, max_len=max_len)
+    limit = simulation.scheduler.limits.max_model_len
+    base = [rng.randrange(VOCAB) for _ in range(limit)]
+    requests = []
+    for i in range(16):
+        own = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))]
+        requests.append(request(str(i), [*base[: rng.randrange(limit)], *own][: limit - 1], rng.choice([1, 9, limit])))
+    run(simulation, *requests)
+    for one in requests:
+        assert simulation.ended[one.request_id].reason == "length", simulation.ended[one.request_id].error
+        wanted = min(one.sampling.max_tokens, limit - len(one.prompt_token_ids))
+        assert simulation.outputs[one.request_id] == expected(one.prompt_token_ids, wanted)
+
+
+def num_cached(usage):
+    return sum(count for name, count in usage.items() if name.endswith("_cached"))
+
+
+@pytest.mark.parametrize("layout", ["attention", "attention+state", "attention+window+conv"])
+def test_a_hit_that_does_not_fit_beside_what_runs_evicts_nothing(layout):
+    """A hit holds its source block and its state beside the request's own, until the first pass has read them."""
+    budget, num_prompt, matched = 64, 60, 37
+    large = plan_cache(LAYOUTS[layout], 2**40, max_chunk=budget)
+    need = large.superpages_needed(num_prompt)
+    for more in range(3 * need):
+        simulation, coordinator = build(layout, superpages=need + more, seats=4, budget=budget, max_len=num_prompt + 2)
+        base = [random.Random(0).randrange(VOCAB) for _ in range(num_prompt)]
+        run(simulation, request("known", base[:matched], 1, marks=(matched,)))
+        simulation.scheduler.add(request("runs", [1] * 30, 8, salt="x"))
+        simulation.step()
+        before = coordinator.usage()
+        simulation.scheduler.add(request("hit", base, 1))
+        simulation.step()
+        if simulation.scheduler.num_waiting:
+            assert num_cached(coordinator.usage()) >= num_cached(before), f"{more} superpages beside the prompt's"
+        run(simulation)
+
+
+def test_what_is_pinned_does_not_give_way_to_an_optional_checkpoint():
+    """All other slots belong to running requests, each of which would like more."""
+    simulation, coordinator = build("states alone", superpages=6, seats=4, budget=256)
+    pinned = [1] * 20
+    run(simulation, request("pinned", pinned, 1, pin=True))
+    rng = random.Random(5)
+    run(simulation, *(request(str(i), [rng.randrange(VOCAB) for _ in range(40)], 2, marks=(10, 20)) for i in range(4)))
+    assert simulation.scheduler.explain(pinned, CacheHints()).num_hit == 19
+    assert coordinator.num_checkpoints_written > 3
+
+
 def test_deadline_ends_a_request_with_timeout():
     simulation, _ = build("attention+state")
     one = EngineRequest(request_id="a", prompt_token_ids=[0, 1], sampling=SamplingParams(max_tokens=50), deadline_s=5)
@@ -228,10 +358,28 @@ class Machine(RuleBasedStateMachine):
             layout, superpages=superpages, seats=seats, budget=budget, max_len=96, policy=policy, caching=caching
         )
         self.scheduler = self.simulation.scheduler
-        self.prompts = {}
+        self.simulation.fails = self.fails
+        self.prompts, self.new = {}, {}
+        self.guilty, self.aborted, self.failed_alone = set(), set(), set()
+        self.fails_next = False
 
-    @rule(data=st.data(), fork=st.booleans(), n=st.integers(1, 70), new=st.integers(1, 30), salt=st.sampled_from(["", "s"]))
-    def arrive(self, data, fork, n, new, salt):
+    def fails(self, names):
+        """A guilty request makes every pass fail that it is in; others fail now and then."""
+        raises, self.fails_next = self.fails_next or not self.guilty.isdisjoint(names), False
+        if raises and len(names) == 1:
+            self.failed_alone.update(names)
+        return raises
+
+    @rule(
+        data=st.data(),
+        fork=st.booleans(),
+        n=st.integers(1, 70),
+        new=st.integers(1, 30),
+        salt=st.sampled_from(["", "s"]),
+        guilty=st.sampled_from([False] * 5 + [True]),
+        pin=st.booleans(),
+    )
+    def arrive(self, data, fork, n, new, salt, guilty, pin):
         limit = self.scheduler.limits.max_model_len
         if limit < 2:
             return
@@ -241,8 +389,10 @@ class Machine(RuleBasedStateMachine):
             tokens = self.prompts[data.draw(st.sampled_from(known))][: data.draw(st.integers(0, limit))]
         tokens = [*tokens, *data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=n))][: limit - 1]
         name = str(len(self.prompts))
-        self.prompts[name] = tokens
-        hints = {"salt": salt, "boundaries": tuple(data.draw(st.lists(st.integers(0, len(tokens)), max_size=3)))}
+        self.prompts[name], self.new[name] = tokens, new
+        if guilty:
+            self.guilty.add(name)
+        hints = {"salt": salt, "pin": pin, "boundaries": tuple(data.draw(st.lists(st.integers(0, len(tokens)), max_size=3)))}
         self.scheduler.add(request(name, tokens, new, **hints))
 
     @rule(steps=st.integers(1, 12))
@@ -253,14 +403,14 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         if self.prompts:
-            self.scheduler.abort([data.draw(st.sampled_from(sorted(self.prompts)))])
+            name = data.draw(st.sampled_from(sorted(self.prompts)))
+            self.aborted.update(one.running.request.request_id for one in self.scheduler.abort([name]))
 
     @rule()
     def failing_step(self):
-        plan = self.scheduler.plan()
-        self.scheduler.take_failed()
-        if plan is not None:
-            self.scheduler.fail(plan, "test")
+        self.fails_next = True
+        self.simulation.step()
+        self.fails_next = False
 
     @invariant()
     def all_is_accounted_for(self):
@@ -275,8 +425,16 @@ class Machine(RuleBasedStateMachine):
                 break
             self.simulation.step()
         assert not self.scheduler.has_work, "requests never end"
-        for name, tokens in self.simulation.outputs.items():
-            assert tokens == expected(self.prompts[name], len(tokens)), "cache, chunks or preemption changed the output"
+        limit = self.scheduler.limits.max_model_len
+        for name, prompt in self.prompts.items():
+            tokens = self.simulation.outputs.get(name, [])
+            assert tokens == expected(prompt, len(tokens)), "cache, chunks, preemption or failed passes changed the output"
+            if name not in self.aborted:
+                ended = self.simulation.ended[name]
+                # Who fails alone ends with an error; nobody else does, whether or not memory is short.
+                assert (ended.reason == "error") == (name in self.failed_alone), (name, ended.error)
+                wanted = min(self.new[name], limit - len(prompt))
+                assert ended.reason == "error" or len(tokens) == wanted, "tokens are missing"
         counters = self.scheduler.counters
         assert sum(counters.prompt_tokens_by_reason.values()) == counters.num_prompt_tokens
         assert counters.prompt_tokens_by_reason["hit"] == counters.num_cached_tokens

@@ -106,30 +106,36 @@ class EngineCore:
         return [self._last_output(ended) for ended in self._scheduler.abort(request_ids)]
 
     def step(self) -> list[RequestOutput]:
-        """Advance by one pass. A failure inside it ends the requests of that pass and no other."""
+        """Advance by one pass. Of a pass that fails, nothing is kept; a request that makes passes fail ends, and no other."""
         ended = self._scheduler.expire(time.monotonic())
         plan = self._scheduler.plan()
         ended += self._scheduler.take_failed()
         outputs = [self._last_output(one) for one in ended]
         if plan is None:
             return outputs
+        try:
+            sampled, prompt_logprobs = self._run(plan)
+        except Exception as error:
+            log.exception("a step of %d sequences and %d tokens failed", len(plan.seats), plan.num_tokens)
+            message = f"the engine failed on this request ({type(error).__name__}); it was ended"
+            return outputs + [self._last_output(one) for one in self._scheduler.fail(plan, message)]
+        for request_id, found in prompt_logprobs.items():
+            self._prompt_logprobs.setdefault(request_id, [None]).extend(found)
+        return outputs + self._commit(plan, sampled)
+
+    def _run(self, plan: Plan) -> tuple[Sampled, dict[str, list[TokenLogprob]]]:
+        """The pass, and what is sampled of it. Changes nothing but cache memory that the plan writes to."""
         for seat in plan.seated:
             running = self._running(seat)
             self._sampler.admit(seat, running.request.sampling, running.arrival)
-        try:
-            result = self._runner.run(plan, self._scheduler.seats)
-            self._keep_prompt_logprobs(plan, result)
-            sampled = self._sampler.sample(result.logits, plan.seats[plan.samples], self._scheduler.seats)
-        except Exception as error:
-            log.exception("a step of %d sequences failed", len(plan.seats))
-            message = f"the engine failed in this step ({type(error).__name__}); the request was ended"
-            return outputs + [self._last_output(one) for one in self._scheduler.fail(plan, message)]
-        return outputs + self._commit(plan, sampled)
+        result = self._runner.run(plan, self._scheduler.seats)
+        prompt_logprobs = self._new_prompt_logprobs(plan, result)
+        return self._sampler.sample(result.logits, plan.seats[plan.samples], self._scheduler.seats), prompt_logprobs
 
     def _commit(self, plan: Plan, sampled: Sampled) -> list[RequestOutput]:
         seats = plan.seats[plan.samples].tolist()
         requests = [self._running(seat) for seat in seats]
-        ended = {id(one.running): one for one in self._scheduler.commit(plan, sampled.tokens, sampled.failed)}
+        ended = {id(one.running): one for one in self._scheduler.commit(plan, sampled.tokens, sampled.failed, sampled.barred)}
         outputs = []
         for row, (running, token) in enumerate(zip(requests, sampled.tokens.tolist(), strict=True)):
             end = ended.get(id(running))
@@ -162,24 +168,24 @@ class EngineCore:
         self._prompt_logprobs.pop(ended.running.request.request_id, None)
         return output
 
-    def _keep_prompt_logprobs(self, plan: Plan, result: PassResult) -> None:
-        """Log-probabilities of the prompt tokens that this chunk computed the predecessors of, for requests that want them."""
+    def _new_prompt_logprobs(self, plan: Plan, result: PassResult) -> dict[str, list[TokenLogprob]]:
+        """Log-probabilities of the prompt tokens whose predecessors this pass computed, by id of the requests that want them.
+
+        A request that was preempted computes its prompt again; what is known already is not told again.
+        """
+        found: dict[str, list[TokenLogprob]] = {}
         first_row = 0
         for seat, start, count in zip(plan.seats.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
             running = self._running(seat)
-            num_top = running.request.sampling.prompt_logprobs
-            if num_top is not None and start < len(running.request.prompt_token_ids):
-                self._add_prompt_logprobs(running, result, first_row, start, count, num_top)
+            request, num_top = running.request, running.request.sampling.prompt_logprobs
+            if num_top is not None and not running.was_announced:
+                first = max(start, len(self._prompt_logprobs.get(request.request_id, [None])) - 1)
+                following = np.array(request.prompt_token_ids[first + 1 : start + count + 1], np.int64)
+                row = first_row + first - start
+                hidden = result.hidden[row : row + len(following)]
+                found[request.request_id] = self._runner.prompt_logprobs(hidden, following, num_top)
             first_row += count
-
-    def _add_prompt_logprobs(self, running: Running, result: PassResult, row: int, start: int, count: int, num_top: int) -> None:
-        request = running.request
-        following = np.array(request.prompt_token_ids[start + 1 : start + count + 1], np.int64)
-        known = self._prompt_logprobs.setdefault(request.request_id, [None])
-        # A preempted request computes its prompt again; what is known already stays.
-        if running.was_announced or len(known) > start + 1:
-            return
-        known += self._runner.prompt_logprobs(result.hidden[row : row + len(following)], following, num_top)
+        return found
 
     def _running(self, seat: int) -> Running:
         running = self._scheduler.seats.running[seat]

@@ -51,9 +51,6 @@ class StartOrder:
 
     def choose(self, candidates: Sequence[Running]) -> tuple[Running, Match]:
         """The request to start, with what of it is cached. `candidates`, at least one, are in order of arrival."""
-        alone = next((one for one in candidates if one.had_all_memory), None)
-        if alone is not None:
-            return alone, self._match(alone)
         if len(candidates) == 1 or self._num_started % TURN_OF_THE_OLDEST == TURN_OF_THE_OLDEST - 1:
             return candidates[0], self._match(candidates[0])
         self._num_choices += 1

@@ -15,6 +15,7 @@ from hybridserve.batch import Batch, PagedTable, StateTable
 from hybridserve.engine.sampler import PROMPT_ROWS, describe
 from hybridserve.engine.scheduler import Plan
 from hybridserve.engine.seats import Ints, Seats
+from hybridserve.errors import EngineError
 from hybridserve.kv.arena import CachePlan
 from hybridserve.kv.coordinator import StepMemory
 from hybridserve.kv.storage import Storage
@@ -55,6 +56,8 @@ class Runner:
             self._storage.copy(plan.memory.copies)
         batch = self.build(plan, seats)
         hidden = self._model(batch, self._caches)
+        if hidden.shape[0] != plan.num_tokens:
+            raise EngineError(f"a pass over {plan.num_tokens} rows returned {hidden.shape[0]}")
         last_rows = batch.cu_seqlens[1:][torch.from_numpy(plan.samples).to(self._device)].long() - 1
         return PassResult(self._model.logits(hidden[last_rows]), hidden)
 

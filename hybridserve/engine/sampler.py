@@ -20,6 +20,8 @@ from hybridserve.request import SamplingParams, TokenLogprob
 
 Floats = NDArray[np.float64]
 
+#: A temperature below it is greedy: it would be a denormal number, which the engine's process takes for zero.
+_LEAST_TEMPERATURE = float(np.finfo(np.float64).tiny)
 #: Candidates looked at before a full sort: nearly every nucleus lies within them.
 _NUM_CANDIDATES = 1024
 #: Rows whose prompt log-probabilities are computed at once, so that fp32 logits of a long chunk never exist as a whole.
@@ -30,8 +32,9 @@ PROMPT_ROWS = 64
 class Sampled:
     """Results by row of the logits."""
 
-    tokens: Ints  # [R]
+    tokens: Ints  # [R], all ids of the vocabulary
     failed: NDArray[np.bool_]  # [R]: logits held NaN or +inf; the token is meaningless
+    barred: NDArray[np.bool_]  # [R]: the request's own parameters left no token to choose; the token is meaningless
     logprobs: dict[int, TokenLogprob]  # by row, for those that asked
 
 
@@ -54,7 +57,7 @@ class Sampler:
     def admit(self, seat: int, params: SamplingParams, arrival: int) -> None:
         """Note how the request in `seat` is sampled. Without a seed of its own it gets one from the engine's and its arrival."""
         self._params[seat] = params
-        self._temperature[seat] = params.temperature
+        self._temperature[seat] = params.temperature if params.temperature >= _LEAST_TEMPERATURE else 0.0
         self._top_k[seat] = params.top_k if params.top_k < self._vocab_size else 0
         self._top_p[seat] = params.top_p
         self._min_p[seat] = params.min_p
@@ -68,20 +71,22 @@ class Sampler:
             or params.repetition_penalty != 1.0
             or params.min_tokens
         )
-        self._is_plain[seat] = params.is_greedy and not self._adjusts[seat]
+        self._is_plain[seat] = self._temperature[seat] == 0.0 and not self._adjusts[seat]
 
     def sample(self, logits: Tensor, rows: Ints, seats: Seats) -> Sampled:
         """Choose a token for each row. logits: fp32 [R, V], left as they are; rows: the seat of each row [R]."""
         best, greedy = logits.max(dim=-1)
         tokens: Ints = greedy.cpu().numpy().astype(np.int64)
         failed = ~np.isfinite(best.float().cpu().numpy())
+        barred = np.zeros(len(rows), np.bool_)
         logprobs = self._logprobs_before(logits, rows)
         busy = np.flatnonzero(~self._is_plain[rows] & ~failed)
         if len(busy):
-            tokens[busy] = self._choose(logits[torch.from_numpy(busy).to(logits.device)], rows[busy], seats)
+            chosen = self._choose(logits[torch.from_numpy(busy).to(logits.device)].double(), rows[busy], seats)
+            tokens[busy], barred[busy] = chosen
         wanted = np.flatnonzero(self._num_logprobs[rows] >= 0)
         found = describe(logprobs, tokens[wanted], self._num_logprobs[rows[wanted]]) if logprobs is not None else []
-        return Sampled(tokens, failed, dict(zip(wanted.tolist(), found, strict=True)))
+        return Sampled(tokens, failed, barred, dict(zip(wanted.tolist(), found, strict=True)))
 
     def _logprobs_before(self, logits: Tensor, rows: Ints) -> Tensor | None:
         """Log-probabilities of the rows that report them, from the model's own logits: [R', V]."""
@@ -90,24 +95,28 @@ class Sampler:
             return None
         return torch.log_softmax(logits[torch.from_numpy(wanted).to(logits.device)], dim=-1)
 
-    def _choose(self, logits: Tensor, rows: Ints, seats: Seats) -> Ints:
-        """Tokens for rows that do not just take the best. logits: [R, V], ours to change."""
+    def _choose(self, logits: Tensor, rows: Ints, seats: Seats) -> tuple[Ints, NDArray[np.bool_]]:
+        """Tokens for rows that do not just take the best, and the rows that have none left. logits: fp64 [R, V], ours to change.
+
+        In fp64 no bound of a parameter overflows what fp32 logits hold. Measured from the best logit, no temperature does either.
+        """
         for row in np.flatnonzero(self._adjusts[rows]).tolist():
             self._adjust(logits[row], int(rows[row]), seats)
+        best, greedy = logits.max(dim=-1, keepdim=True)
+        tokens: Ints = greedy[:, 0].cpu().numpy().astype(np.int64)
+        barred = ~np.isfinite(best[:, 0].cpu().numpy())
         temperature = self._temperature[rows]
-        is_greedy = temperature == 0.0
-        tokens: Ints = logits.argmax(dim=-1).cpu().numpy().astype(np.int64)
-        hot = np.flatnonzero(~is_greedy)
+        hot = np.flatnonzero((temperature > 0.0) & ~barred)
         if not len(hot):
-            return tokens
+            return tokens, barred
         at = torch.from_numpy(hot).to(logits.device)
-        scaled = logits[at] / torch.from_numpy(temperature[hot]).to(logits)[:, None]
+        scaled = (logits[at] - best[at]) / torch.from_numpy(temperature[hot]).to(logits)[:, None]
         uniform = self._uniform(rows[hot], seats.num_tokens[rows[hot]])
         narrow = (self._top_k[rows[hot]] > 0) | (self._top_p[rows[hot]] < 1.0) | (self._min_p[rows[hot]] > 0.0)
         for among, choose in ((np.flatnonzero(~narrow), self._from_all), (np.flatnonzero(narrow), self._from_best)):
             if len(among):
                 tokens[hot[among]] = choose(scaled[torch.from_numpy(among).to(logits.device)], rows[hot[among]], uniform[among])
-        return tokens
+        return tokens, barred
 
     def _uniform(self, rows: Ints, positions: Ints) -> Floats:
         """A number in [0, 1) for each row from its seed and the position that is chosen."""
@@ -116,19 +125,19 @@ class Sampler:
 
     @staticmethod
     def _from_all(scaled: Tensor, rows: Ints, uniform: Floats) -> Ints:
-        """Inverse of the cumulative distribution over the whole vocabulary. scaled: [R, V]."""
-        return _invert(torch.softmax(scaled.double(), dim=-1), uniform)
+        """Inverse of the cumulative distribution over the whole vocabulary. scaled: fp64 [R, V]."""
+        return _invert(torch.softmax(scaled, dim=-1), uniform)
 
     def _from_best(self, scaled: Tensor, rows: Ints, uniform: Floats) -> Ints:
-        """The same over what top_k, then top_p, and min_p leave. scaled: [R, V]."""
-        total = torch.logsumexp(scaled.double(), dim=-1, keepdim=True)
+        """The same over what top_k, then top_p, and min_p leave. scaled: fp64 [R, V]."""
+        total = torch.logsumexp(scaled, dim=-1, keepdim=True)
         tokens: Ints = np.zeros(len(rows), np.int64)
         count = min(scaled.shape[-1], max(_NUM_CANDIDATES, int(self._top_k[rows].max())))
         left = np.arange(len(rows))
         while len(left):
             at = torch.from_numpy(left).to(scaled.device)
             best, ids = torch.topk(scaled[at], count, dim=-1)
-            probs = (best.double() - total[at]).exp()
+            probs = (best - total[at]).exp()
             kept, is_enough = self._keep(probs, rows[left], is_all=count == scaled.shape[-1])
             chosen = ids.gather(-1, torch.from_numpy(_invert(kept, uniform[left])).to(ids)[:, None])[:, 0].cpu().numpy()
             tokens[left[is_enough]] = chosen[is_enough]
@@ -142,8 +151,9 @@ class Sampler:
         top_p = torch.from_numpy(self._top_p[rows]).to(device)[:, None]
         floor = torch.from_numpy(self._min_p[rows]).to(device)[:, None] * probs[:, :1]
         kept = torch.where(torch.arange(probs.shape[-1], device=device) < top_k, probs, 0.0)
-        mass = torch.where(top_k <= probs.shape[-1], kept.sum(-1, keepdim=True), 1.0)
-        before = (kept.cumsum(-1) - kept) / mass
+        running = kept.cumsum(-1)  # its end, unlike a sum, does not depend on how many zeros follow for a neighbour's sake
+        mass = torch.where(top_k <= probs.shape[-1], running[:, -1:], 1.0)
+        before = (running - kept) / mass
         # The most likely token always stays, also with top_p 0.
         kept = torch.where((before < top_p) | (before == 0.0), kept, 0.0)
         kept = torch.where(kept >= floor, kept, 0.0)
@@ -151,7 +161,7 @@ class Sampler:
         return kept, enough.cpu().numpy()
 
     def _adjust(self, logits: Tensor, seat: int, seats: Seats) -> None:
-        """Apply bias, penalties and min_tokens to one row. logits: [V], in place."""
+        """Apply bias, penalties and min_tokens to one row. logits: fp64 [V], in place."""
         params = self._params[seat]
         num_prompt, num_tokens = int(seats.num_prompt[seat]), int(seats.num_tokens[seat])
         if params.repetition_penalty != 1.0:
@@ -164,7 +174,7 @@ class Sampler:
             logits[ids] -= params.presence_penalty + params.frequency_penalty * torch.from_numpy(counts).to(logits)
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=logits.device)
-            logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+            logits[ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
         if num_tokens - num_prompt < params.min_tokens:
             stops = seats.stop_ids[seat]
             logits[torch.from_numpy(stops[stops >= 0]).to(logits.device)] = -torch.inf
@@ -176,7 +186,7 @@ def describe(logprobs: Tensor | None, tokens: Ints, num_top: Ints) -> list[Token
         return []
     chosen = logprobs.gather(-1, torch.from_numpy(tokens).to(logprobs.device)[:, None])
     ranks = ((logprobs > chosen).sum(-1) + 1).tolist()
-    values, ids = torch.topk(logprobs, max(1, int(num_top.max())), dim=-1)
+    values, ids = torch.topk(logprobs, min(max(1, int(num_top.max())), logprobs.shape[-1]), dim=-1)
     rows: Sequence[tuple[int, float, int, int, list[int], list[float]]] = list(
         zip(tokens.tolist(), chosen[:, 0].tolist(), ranks, num_top.tolist(), ids.tolist(), values.tolist(), strict=True)
     )

@@ -12,15 +12,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridserve.engine.order import CANDIDATES, StartOrder
-from hybridserve.engine.seats import MIN_SHARED, Awaited, Ints, Running, Seats
+from hybridserve.engine.seats import MIN_SHARED, NO_TOKEN, Awaited, Ints, Running, Seats
+from hybridserve.engine.suspects import Suspects
 from hybridserve.errors import OverloadedError, RequestError
 from hybridserve.kv.coordinator import KVCacheCoordinator, StepMemory
 from hybridserve.kv.lookup import Match
-from hybridserve.request import CacheHints, EngineRequest, Explanation, FinishReason
+from hybridserve.request import CacheHints, EngineRequest, Explanation, FinishReason, check_request
 
 #: Waiting requests that are compared with the running ones before it is their turn.
 _LOOK_AHEAD = 256
@@ -76,6 +78,14 @@ class Counters:
     prompt_tokens_by_reason: Counter[str] = field(default_factory=Counter)  # adds up to num_prompt_tokens
 
 
+@dataclass(frozen=True)
+class _Alone:
+    """A request that all memory belongs to until it has computed `until` tokens."""
+
+    running: Running
+    until: int
+
+
 class Scheduler:
     """Running requests first, then waiting ones as `order.py` chooses; preempts the youngest when memory runs out."""
 
@@ -92,6 +102,8 @@ class Scheduler:
         # Set when memory did not suffice for the head of the queue: trying again is in vain until something is given back.
         self._is_blocked = False
         self._start_order = StartOrder(self._match)
+        self._suspects = Suspects()
+        self._alone: _Alone | None = None
         self._failed: list[Ended] = []
         self._prefilling: dict[tuple[str, bytes], dict[int, Running]] = {}  # running requests by how they start
         self._seated: list[int] = []
@@ -117,14 +129,18 @@ class Scheduler:
 
     def add(self, request: EngineRequest, now: float | None = None) -> None:
         """Queue a request. Raises RequestError when it can never run here, OverloadedError when the queue is full."""
-        self._check(request)
+        if request.request_id in self._by_id:
+            raise RequestError(f"request id {request.request_id!r} is in use; choose another", param="request_id")
+        check_request(request, vocab_size=self.limits.vocab_size, max_model_len=self.limits.max_model_len)
         most = self.limits.max_num_seqs + self.limits.max_num_queued_reqs
         if len(self._by_id) >= most:
             raise OverloadedError(f"{len(self._by_id)} requests run or wait, the limit is {most}; try again later")
         sampling = request.sampling
         num_prompt = len(request.prompt_token_ids)
         limit = self.limits.max_model_len if sampling.max_tokens is None else num_prompt + sampling.max_tokens
-        stop_ids = sampling.stop_token_ids + (() if sampling.ignore_eos else request.eos_token_ids)
+        # A tokenizer may name ends that the model has no logits for: they never come.
+        eos_ids = tuple(one for one in request.eos_token_ids if 0 <= one < self.limits.vocab_size)
+        stop_ids = sampling.stop_token_ids + (() if sampling.ignore_eos else eos_ids)
         running = Running(request, self._num_arrived, min(limit, self.limits.max_model_len), stop_ids)
         self._num_arrived += 1
         self._by_id[request.request_id] = running
@@ -133,24 +149,6 @@ class Scheduler:
         if request.deadline_s is not None:
             start = time.monotonic() if now is None else now
             heapq.heappush(self._deadlines, (start + request.deadline_s, running.arrival, request.request_id))
-
-    def _check(self, request: EngineRequest) -> None:
-        """The engine's own check of what the border has checked already."""
-        tokens, limit = request.prompt_token_ids, self.limits.max_model_len
-        if request.request_id in self._by_id:
-            raise RequestError(f"request id {request.request_id!r} is in use; choose another", param="request_id")
-        if not tokens:
-            raise RequestError("the prompt is empty; give at least one token", param="prompt")
-        if len(tokens) >= limit:
-            raise RequestError(
-                f"the prompt has {len(tokens)} tokens; at most {limit - 1} leave room for one more in a context of {limit}; "
-                "shorten it",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if min(tokens) < 0 or max(tokens) >= self.limits.vocab_size:
-            wrong = next(token for token in tokens if not 0 <= token < self.limits.vocab_size)
-            raise RequestError(f"token id {wrong} is outside the vocabulary of {self.limits.vocab_size}", param="prompt")
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = "abort") -> list[Ended]:
         """End these requests and free what they hold. Ids that are not known have ended already."""
@@ -202,6 +200,9 @@ class Scheduler:
 
     def _forget(self, running: Running) -> None:
         del self._by_id[running.request.request_id]
+        self._suspects.clear(running)
+        if self._alone is not None and self._alone.running is running:
+            self._alone = None
         self._is_blocked = False
 
     # -- planning -------------------------------------------------------------------------------------------------------
@@ -227,6 +228,8 @@ class Scheduler:
     def _share_budget(self) -> Ints:
         """Tokens for each running seat: one for each that decodes, what is left to the others in order."""
         pending = self.seats.num_tokens[self._order] - self.seats.num_computed[self._order]
+        if (on_trial := self._suspects.on_trial) is not None:
+            pending = np.where([self.seats.running[seat] in on_trial for seat in self._order.tolist()], pending, 0)
         counts = np.where(pending == 1, 1, 0)
         left = self.limits.max_num_batched_tokens - int(counts.sum())
         for at in np.flatnonzero(pending > 1):
@@ -247,13 +250,17 @@ class Scheduler:
     def _preempt_youngest(self, preempted: list[int]) -> None:
         candidates = self._order[~np.isin(self._order, preempted)]
         victim = int(candidates[np.argmax(self.seats.arrival[candidates])])
-        running = self._give_back(victim, keep=True)
+        running = self._preempt(victim)
         preempted.append(victim)
-        self.counters.num_preemptions += 1
         self._is_blocked = True
-        self._waiting.appendleft(running)
         if len(candidates) == 1:
             self._retry_in_empty_memory(running)
+
+    def _preempt(self, seat: int) -> Running:
+        running = self._give_back(seat, keep=True)
+        self.counters.num_preemptions += 1
+        self._waiting.appendleft(running)
+        return running
 
     def _admit(self, counts: Ints) -> Ints:
         """Seat waiting requests while budget, seats and memory last. Returns the counts with theirs appended."""
@@ -263,15 +270,16 @@ class Scheduler:
         if not len(self._order):
             self._is_blocked = False
         while left > 0 and self._waiting and self.seats.num_free and not self._is_blocked:
-            candidates = [one for one in islice(self._waiting, CANDIDATES) if not self._still_awaits(one)]
+            candidates = self._candidates()
             if not candidates:
                 break
             running, match = self._start_order.choose(candidates[:1] if self.limits.starts_in_order else candidates)
-            if self._finds_prefix_under_way(running, match):
+            if self._suspects.on_trial is None and self._finds_prefix_under_way(running, match):
                 continue
             count = self._open(running, match, left)
             if count is None:
                 self._hold_back(running)
+                counts = counts[: len(self._order)]  # who gave way to a suspect computed nothing
                 continue
             self._waiting.remove(running)
             self._start_order.start()
@@ -283,24 +291,40 @@ class Scheduler:
         self._order = np.concatenate([self._order, np.array(seated, np.int64)])
         return np.concatenate([counts, np.array(new_counts, np.int64)])
 
+    def _candidates(self) -> list[Running]:
+        """Waiting requests that may start now."""
+        on_trial = self._suspects.on_trial
+        if self._alone is not None and (on_trial is None or self._alone.running in on_trial):
+            return [] if self._alone.running.seat is not None else [self._alone.running]
+        if on_trial is not None:
+            return [one for one in on_trial if one.seat is None]
+        return [one for one in islice(self._waiting, CANDIDATES) if not self._still_awaits(one)]
+
     def _hold_back(self, running: Running) -> None:
         """Memory does not suffice for this request now; if nothing else runs, waiting would never end."""
-        if len(self._order) or self._seated:
+        on_trial = self._suspects.on_trial
+        if on_trial is not None and len(self._order) and not any(one.seat is not None for one in on_trial):
+            # None that is seated runs until the trial is over, so the youngest of them gives way to it.
+            victim = int(self._order[np.argmax(self.seats.arrival[self._order])])
+            self._preempt(victim)
+            self._order = self._without([victim])
+        elif len(self._order) or self._seated:
             self._is_blocked = True
         else:
             self._retry_in_empty_memory(running)
 
     def _retry_in_empty_memory(self, running: Running) -> None:
-        """What runs alone and does not fit had its pages scattered while others ran: once, it starts over in empty memory.
+        """What runs alone and does not fit had its pages scattered while others ran: it starts over in empty memory.
 
-        There it fits, by the proof at start-up; if it does not, it ends, for waiting again would never end.
+        There it fits, by the proof at start-up, until it has come past the point where memory ran out: so long nothing is
+        started beside it, and it keeps nothing for others. If even so it does not fit, it ends, for waiting would never end.
         """
-        if running.had_all_memory:
+        if self._alone is not None and self._alone.running is running:
             self._waiting.remove(running)
             self._forget(running)
             self._failed.append(Ended(running, "error", error="cache memory does not hold this request even alone"))
             return
-        running.had_all_memory = True
+        self._alone = _Alone(running, running.num_known + self._coordinator.plan.block_size)
         self._coordinator.clear()
 
     def _match(self, running: Running) -> Match:
@@ -342,13 +366,26 @@ class Scheduler:
                 self._finds_prefix_under_way(running, Match.nothing())
 
     def _open(self, running: Running, match: Match, budget: int) -> int | None:
-        """Seat a request on what of it is cached. Returns the tokens to compute now, None when memory does not suffice."""
-        num_tokens, start = len(running.known_tokens), match.num_tokens
+        """Seat a request on what of it is cached. Returns the tokens to compute now, None when memory does not suffice.
+
+        A hit may need a page or two more than a cold start. With nothing beside it that could give them back, it starts cold.
+        """
+        is_alone = not (len(self._order) or self._seated)
+        for one in (match, match.without_hit()) if is_alone and match.num_tokens else (match,):
+            count = self._open_on(running, one, budget)
+            if count is not None:
+                return count
+        return None
+
+    def _open_on(self, running: Running, match: Match, budget: int) -> int | None:
+        num_tokens, start = running.num_known, match.num_tokens
         if not self._coordinator.could_open(num_tokens, match):
             return None
         seat = self.seats.take(running)
         count = min(num_tokens - start, budget)
         row, hints = self.seats.tokens[seat], running.request.cache
+        if self._alone is not None and self._alone.running is running:
+            hints = msgspec.structs.replace(hints, no_store=True)
         opened = self._coordinator.open(seat, row, num_tokens, match, hints, running.left)
         if opened and not self._coordinator.reserve(seat, start + count):
             self._coordinator.release(seat, 0, keep=False)
@@ -374,39 +411,63 @@ class Scheduler:
 
     def explain(self, tokens: list[int], hints: CacheHints) -> Explanation:
         """What a prompt would hit now, without running it."""
-        array = np.array(tokens, np.int32)
+        array = np.array([token if 0 <= token < self.limits.vocab_size else NO_TOKEN for token in tokens], np.int32)
         return self._coordinator.explain(array, self._coordinator.match(array, hints.salt), hints)
 
     # -- results --------------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: Plan, sampled: Ints, failed: NDArray[np.bool_] | None = None) -> list[Ended]:
+    def commit(
+        self,
+        plan: Plan,
+        sampled: Ints,
+        failed: NDArray[np.bool_] | None = None,
+        barred: NDArray[np.bool_] | None = None,
+    ) -> list[Ended]:
         """The step is done. `sampled` has a token for each sequence that samples; `failed` marks those whose logits are bad.
 
-        Publishes what was written, appends the tokens and returns the requests that ended.
+        `barred` marks those whose own parameters leave no token. Publishes what was written, appends the tokens and returns the
+        requests that ended.
         """
-        bad = plan.seats[plan.samples][failed] if failed is not None and failed.any() else np.zeros(0, np.int64)
-        for seat in bad.tolist():
+        seats = plan.seats[plan.samples]
+        nobody = np.zeros(len(seats), bool)
+        failed, barred = nobody if failed is None else failed, nobody if barred is None else barred
+        for seat in seats[failed].tolist():
             self._coordinator.distrust(seat)
         self._coordinator.commit(plan.seats, plan.starts, plan.counts)
         self.seats.num_computed[plan.seats] = plan.starts + plan.counts
-        seats = plan.seats[plan.samples]
         at = self.seats.num_tokens[seats]
         self.seats.tokens[seats, at] = sampled
         self.seats.num_tokens[seats] = at + 1
         self._start_order.compute(plan.num_tokens)
         self.counters.num_steps += 1
         self.counters.num_generated_tokens += len(seats)
-        return self._end_finished(seats, sampled, bad)
+        self._clear_who_got_past()
+        return self._end_bad(seats, failed, barred) + self._end_finished(seats, sampled, failed | barred)
 
-    def _end_finished(self, seats: Ints, sampled: Ints, bad: Ints) -> list[Ended]:
-        stopped = (self.seats.stop_ids[seats] == sampled[:, None]).any(axis=1)
-        full = self.seats.num_tokens[seats] >= self.seats.limit[seats]
+    def _clear_who_got_past(self) -> None:
+        """Let others run again beside those that have come past the point where a pass failed, or memory ran out."""
+
+        def has_computed(running: Running, num_tokens: int) -> bool:
+            return running.seat is not None and bool(self.seats.num_computed[running.seat] >= num_tokens)
+
+        for running, target in [*(self._suspects.on_trial or {}).items()]:
+            if has_computed(running, target):
+                self._suspects.clear(running)
+                self._is_blocked = False
+        if self._alone is not None and has_computed(self._alone.running, self._alone.until):
+            self._alone = None
+
+    def _end_bad(self, seats: Ints, failed: NDArray[np.bool_], barred: NDArray[np.bool_]) -> list[Ended]:
+        message = "the model produced NaN or infinite logits for this request; its cache entries were dropped"
+        ended = [Ended(running, "error", error=message) for running in self._leave(seats[failed].tolist(), keep=False)]
+        message = "logit_bias, penalties and min_tokens leave this request no token to choose; allow one that is no stop token"
+        barred = barred & ~failed
+        return ended + [Ended(running, "error", error=message) for running in self._leave(seats[barred].tolist(), keep=True)]
+
+    def _end_finished(self, seats: Ints, sampled: Ints, bad: NDArray[np.bool_]) -> list[Ended]:
+        stopped = (self.seats.stop_ids[seats] == sampled[:, None]).any(axis=1) & ~bad
+        full = (self.seats.num_tokens[seats] >= self.seats.limit[seats]) & ~bad
         ended = []
-        if len(bad):
-            stopped &= ~np.isin(seats, bad)
-            full &= ~np.isin(seats, bad)
-            message = "the model produced NaN or infinite logits for this request; its cache entries were dropped"
-            ended += [Ended(running, "error", error=message) for running in self._leave(bad.tolist(), keep=False)]
         done = np.flatnonzero(stopped | full)
         if len(done):
             left = self._leave(seats[done].tolist(), keep=True)
@@ -421,9 +482,21 @@ class Scheduler:
         return failed
 
     def fail(self, plan: Plan, error: str) -> list[Ended]:
-        """The step itself failed: end every request it computed; nothing that it wrote is published."""
+        """The step itself failed: nothing that it wrote is published. Returns the request to blame, if that is known.
+
+        A failed pass has changed running states already, so its sequences give their memory back and resume from what was kept
+        before, as after a preemption, in halves. A sequence that fails alone ends.
+        """
         self._coordinator.abandon()
-        return [Ended(running, "error", error=error) for running in self._leave(plan.seats.tolist(), keep=False)]
+        seats, ends = plan.seats.tolist(), (plan.starts + plan.counts).tolist()
+        if len(seats) == 1:
+            return [Ended(running, "error", error=error) for running in self._leave(seats, keep=False)]
+        accused = {self._give_back(seat, keep=False): end for seat, end in zip(seats, ends, strict=True)}
+        self._order = self._without(seats)
+        self._waiting.extendleft(reversed(accused))
+        self._suspects.accuse(accused)
+        self._is_blocked = False
+        return []
 
     def check(self) -> None:
         """Assert that seats and memory agree."""

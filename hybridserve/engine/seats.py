@@ -32,7 +32,6 @@ class Running:
     num_cached: int | None = None  # prompt tokens that the first prefix hit saved
     explanation: Explanation | None = None
     seat: int | None = None
-    had_all_memory: bool = False  # whether it has been started in empty memory, with nothing beside it
     was_examined: bool = False  # whether it was compared, while waiting, with what runs
     awaits: "Awaited | None" = None  # a running request that computes a prefix of this one, which waits for it
     has_waited: bool = False  # whether it did so once

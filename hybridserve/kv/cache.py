@@ -221,13 +221,16 @@ class PrefixCache:
 
     # -- eviction -------------------------------------------------------------------------------------------------------
 
-    def make_room(self, group: GroupPlan) -> bool:
+    def make_room(self, group: GroupPlan, *, spares_pinned: bool = False) -> bool:
         """Evict until the group or the arena has a free page; False when nothing more can be evicted."""
         pool, set_aside = self._pools[group.index], list[Entry]()
         while not (pool.has_free or self._arena.num_free):
             entry = self._queue.pop(self._is_evictable)
             if isinstance(entry, Checkpoint) and self._has_gained(entry):
                 continue
+            if entry is not None and entry.priority == math.inf and spares_pinned:
+                self._queue.put_back(entry)  # all behind it are pinned, too
+                entry = None
             if entry is None and not set_aside:
                 break
             if entry is None or (entry.priority == math.inf and set_aside):

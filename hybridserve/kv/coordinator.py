@@ -154,18 +154,33 @@ class KVCacheCoordinator:
     def could_open(self, num_tokens: int, match: Match) -> bool:
         """Whether a request of `num_tokens` fits beside what runs. Evicts nothing to find out.
 
-        Trying instead would evict all that is cached before it fails.
+        Trying instead would evict all that is cached before it fails, the hit included.
         """
-        if self.plan.superpages_needed(num_tokens) <= self._arena.num_free:
-            return True
         whole, total = match.num_tokens // self._unit, 0
+        borrowed = match.checkpoint.slots if match.checkpoint is not None else []
+        sources = self._sources(match)
         for group, pool in zip(self.plan.groups, self._pools, strict=True):
-            pages = self.plan.pages_needed(group, num_tokens)
-            if group.is_paged and group.window is None and match.text is not None:
-                order = self.plan.paged.index(group)
-                pages -= sum(pool.count_live(part) for _, part in self._cache.lookup.blocks(match.text, order, 0, whole))
-            total += pool.superpages_with(pages)
+            pages, kept = self.plan.pages_needed(group, num_tokens), list[int]()
+            if group.is_paged and match.text is not None:
+                order, first = self.plan.paged.index(group), self._first_kept(group, match.num_tokens)
+                for _, part in self._cache.lookup.blocks(match.text, order, first, whole):
+                    kept += part
+                pages -= len(kept)
+                kept += sources[order : order + 1]
+            elif not group.is_paged:
+                kept += borrowed[self.plan.states.index(group) :][:1]
+            total += pool.superpages_with(max(0, pages), kept)
         return total <= self.plan.num_superpages
+
+    def _first_kept(self, group: GroupPlan, num_tokens: int) -> int:
+        """The first unit that a request which resumes behind `num_tokens` reads of a paged group."""
+        return 0 if group.window is None else min(num_tokens, max(0, num_tokens - group.window + 1)) // self._unit
+
+    def _sources(self, match: Match) -> Sequence[int]:
+        """By paged group, the block of the unit that a match ends inside; nothing where it ends with a unit."""
+        if match.text is None or not match.num_tokens % self._unit:
+            return ()
+        return self._cache.lookup.partial_blocks(match.text, match.num_tokens, match.checkpoint)
 
     def open(
         self, seat: int, tokens: NDArray[np.int32], num_prompt: int, match: Match, hints: CacheHints, left: "Left | None" = None
@@ -221,7 +236,7 @@ class KVCacheCoordinator:
         """Retain the whole blocks and the state that matched, so that making room cannot take them."""
         whole = match.num_tokens // self._unit
         for order, group in enumerate(self.plan.paged):
-            first = 0 if group.window is None else min(whole, max(0, match.num_tokens - group.window + 1) // self._unit)
+            first = self._first_kept(group, match.num_tokens)
             record.first_block[group.index], record.num_blocks[group.index] = first, whole
             if first == whole:
                 continue
@@ -230,12 +245,10 @@ class KVCacheCoordinator:
                 assert NO_BLOCK not in blocks, f"group {group.index} matched without a block behind unit {unit}"
                 table[seat, unit : unit + len(blocks)] = blocks
             pool.retain_many(table[seat, first:whole])
-        if match.text is not None and match.num_tokens % self._unit:
-            sources = self._cache.lookup.partial_blocks(match.text, match.num_tokens, match.checkpoint)
-            for group, source in zip(self.plan.paged, sources, strict=True):
-                assert source != NO_BLOCK, f"group {group.index} matched a partial unit without a block"
-                self._pools[group.index].retain(source)
-                record.sources.append((group.index, source))
+        for group, source in zip(self.plan.paged, self._sources(match), strict=False):
+            assert source != NO_BLOCK, f"group {group.index} matched a partial unit without a block"
+            self._pools[group.index].retain(source)
+            record.sources.append((group.index, source))
         for group in self.plan.states:
             self._own[group.index][seat] = self._start[group.index][seat] = NO_SLOT
         if match.checkpoint is not None and match.checkpoint.slots:
@@ -257,11 +270,11 @@ class KVCacheCoordinator:
             self._own[group.index][seat] = slot
         return slots is not None
 
-    def _take_slots(self) -> list[int] | None:
-        """A slot of every state group, or none at all."""
+    def _take_slots(self, *, is_optional: bool = False) -> list[int] | None:
+        """A slot of every state group, or none at all. What is pinned does not give way to what is optional."""
         slots: list[int] = []
         for group in self.plan.states:
-            slot = self._take(group)
+            slot = self._take(group, is_optional=is_optional)
             if slot is None:
                 self._give_back(self.plan.states, slots)
                 return None
@@ -305,11 +318,11 @@ class KVCacheCoordinator:
             record.num_blocks[group.index] = length
         return True
 
-    def _take(self, group: GroupPlan) -> int | None:
+    def _take(self, group: GroupPlan, *, is_optional: bool) -> int | None:
         """A page of the group, if need be by evicting; None when nothing more can be evicted."""
         pool = self._pools[group.index]
         page = pool.take()
-        while page is None and self._cache.make_room(group):
+        while page is None and self._cache.make_room(group, spares_pinned=is_optional):
             page = pool.take()
         return page
 
@@ -372,7 +385,7 @@ class KVCacheCoordinator:
             position = record.wanted.pop(0)
             if position in record.optional and not self._has_place(record, position):
                 continue
-            slots = self._take_slots()
+            slots = self._take_slots(is_optional=True)
             if slots is None:
                 continue
             self._pending.append(_Pending(seat, position, slots))

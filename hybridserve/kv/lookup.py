@@ -6,7 +6,7 @@ Owns the rule of a hit: a position at which every group can go on. Reads the ind
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +28,17 @@ class Match:
     text: TextMatch | None
     checkpoint: Checkpoint | None
     limited_by_window: bool = False
+    gives_way: bool = False  # whether what is known could be resumed from and is not, for want of memory
     past: Remembered | None = None  # what was known once, when that was first asked for
 
     @classmethod
     def nothing(cls) -> "Match":
         """No prefix is known, or none may be used."""
         return cls(0, 0, {}, None, None)
+
+    def without_hit(self) -> "Match":
+        """The same knowledge of the text, but nothing is resumed from: memory does not hold both the hit and what follows."""
+        return replace(self, num_tokens=0, checkpoint=None, gives_way=True)
 
 
 class Lookup:
@@ -116,7 +121,7 @@ class Lookup:
             num_text=match.text_tokens if self._plan.paged else match.num_tokens,
             num_known=max(match.text_tokens, text.depth + past.num_units * self._unit),
             group_tokens=match.group_tokens,
-            state_was_evicted=past.lost is not None,
+            state_was_evicted=past.lost is not None or match.gives_way,
             limited_by_window=match.limited_by_window,
             has_siblings=text.depth < last.end or (point is not None and bool(point.edges)),
         )

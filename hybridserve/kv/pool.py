@@ -46,10 +46,17 @@ class PagePool:
     def has_free(self) -> bool:
         return bool(self._partial)
 
-    def superpages_with(self, num_pages: int) -> int:
-        """Superpages that hold live pages once there are `num_pages` more of them, with all that is cached evicted."""
+    def superpages_with(self, num_pages: int, kept: Sequence[int] = ()) -> int:
+        """Superpages with live pages once `kept`, pages that may be cached, are live and `num_pages` more are taken.
+
+        All else that is cached is evicted by then.
+        """
+        pages = np.asarray(kept, np.int64)
+        cached = pages[self._refs_of[pages] == 0]
+        superpages = np.unique(cached // self._per_superpage)
         live = self.num_live if self._per_superpage == 1 else int(np.count_nonzero(self._live_of))
-        room = live * self._per_superpage - self.num_live
+        live += int(np.count_nonzero(self._live_of[superpages] == 0))
+        room = live * self._per_superpage - self.num_live - len(cached)
         return live + -(-max(0, num_pages - room) // self._per_superpage)
 
     # -- taking ---------------------------------------------------------------------------------------------------------
@@ -186,10 +193,6 @@ class PagePool:
         unused = them[(self._holds_of[them] == 0) & (self._refs_of[them] == 0)]
         self.num_cached -= len(unused)
         self._put_back_many(unused)
-
-    def count_live(self, pages: Sequence[int]) -> int:
-        """How many of these pages requests use."""
-        return int(np.count_nonzero(self._refs_of[np.asarray(pages, np.int32)]))
 
     def is_live(self, page: int) -> bool:
         return self._refs[page] > 0

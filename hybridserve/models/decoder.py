@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hybridserve.backends.ops import Ops
 from hybridserve.batch import Batch, LayerCaches
+from hybridserve.errors import EngineError
 from hybridserve.kv.spec import Spec
 from hybridserve.mixers.base import Mixer, empty_parameter
 from hybridserve.mixers.linear import Linear
@@ -44,6 +45,8 @@ class Branch(nn.Module):
     def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
         """x: [T, D]. Returns [T, D]."""
         y = self.mixer(_scaled(x, self.before), batch, caches)
+        if y.shape != x.shape:  # one row would be added to all rows of all sequences without a word
+            raise EngineError(f"mixer {self.mixer.kind} returned {list(y.shape)} for an input of {list(x.shape)}")
         return _scaled(y, self.after)
 
 
@@ -184,7 +187,10 @@ class CausalLM(nn.Module):
         if self.streams is not None:
             x = self.streams.open(x)
         for layer, layer_caches in zip(self._layers, caches, strict=True):
-            x = layer(x, batch, layer_caches)
+            y = layer(x, batch, layer_caches)
+            if y.shape != x.shape:
+                raise EngineError(f"layer {layer.kind} returned {list(y.shape)} for an input of {list(x.shape)}")
+            x = y
         if self.streams is not None:
             x = self.streams.close(x)
         return self.norm(x)
