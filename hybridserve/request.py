@@ -193,13 +193,13 @@ def check_request(request: EngineRequest, *, vocab_size: int, max_model_len: int
             param="prompt",
             code="context_length_exceeded",
         )
-    given: dict[str, Iterable[int]] = {
+    given: dict[str, Iterable[object]] = {
         "prompt": (min(tokens), max(tokens)),
         "stop_token_ids": sampling.stop_token_ids,
         "logit_bias": sampling.logit_bias,
     }
     for name, ids in given.items():
-        wrong = next((one for one in ids if not isinstance(one, Integral) or not 0 <= one < vocab_size), None)
+        wrong = next((one for one in ids if not isinstance(one, Integral) or not 0 <= int(one) < vocab_size), None)
         if wrong is not None:
             raise RequestError(
                 f"{name}: token id {wrong!r:.100} is outside the vocabulary of {vocab_size}; use ids from 0 to {vocab_size - 1}",

@@ -270,11 +270,11 @@ class KVCacheCoordinator:
             self._own[group.index][seat] = slot
         return slots is not None
 
-    def _take_slots(self, *, is_optional: bool = False) -> list[int] | None:
-        """A slot of every state group, or none at all. What is pinned does not give way to what is optional."""
+    def _take_slots(self, *, spares_pinned: bool = False) -> list[int] | None:
+        """A slot of every state group, or none at all. What is pinned gives way to what must run, and not to checkpoints."""
         slots: list[int] = []
         for group in self.plan.states:
-            slot = self._take(group, is_optional=is_optional)
+            slot = self._take(group, spares_pinned=spares_pinned)
             if slot is None:
                 self._give_back(self.plan.states, slots)
                 return None
@@ -318,11 +318,11 @@ class KVCacheCoordinator:
             record.num_blocks[group.index] = length
         return True
 
-    def _take(self, group: GroupPlan, *, is_optional: bool) -> int | None:
+    def _take(self, group: GroupPlan, *, spares_pinned: bool) -> int | None:
         """A page of the group, if need be by evicting; None when nothing more can be evicted."""
         pool = self._pools[group.index]
         page = pool.take()
-        while page is None and self._cache.make_room(group, spares_pinned=is_optional):
+        while page is None and self._cache.make_room(group, spares_pinned=spares_pinned):
             page = pool.take()
         return page
 
@@ -385,7 +385,7 @@ class KVCacheCoordinator:
             position = record.wanted.pop(0)
             if position in record.optional and not self._has_place(record, position):
                 continue
-            slots = self._take_slots(is_optional=True)
+            slots = self._take_slots(spares_pinned=True)
             if slots is None:
                 continue
             self._pending.append(_Pending(seat, position, slots))
