@@ -33,6 +33,10 @@ class ServerProcess:
         """Seconds from the start of the process until it said that it listens."""
         return self.lines[-1][0]
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def __enter__(self) -> "ServerProcess":
         assert self._process.stderr is not None, "it is a pipe"
         for line in self._process.stderr:

@@ -1,16 +1,20 @@
 """Cold start of the demo: from the start of the process to the first token over HTTP.
 
     python -m benchmarks.startup [--repeats 5] [--cold-cache] [--json FILE]
+    python -m benchmarks.startup --restarts 3 [--json FILE]
 
 Medians, by stage, as the server's own log tells them. The floor is `import torch` in a process of its own, taken in turn with the
 starts, since nothing that computes with torch can be up sooner. With `--cold-cache` one more start has to compile the native
-kernels, which happens once on a machine. Load of others makes every figure larger: the load average is printed beside.
+kernels, which happens once on a machine. With `--restarts` the engine process is killed instead, and the time is until a token
+comes again, with a spare process and without one; beside it is the memory that the spare holds. Load of others makes every figure
+larger: the load average is printed beside.
 """
 
 import argparse
 import http.client
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -64,13 +68,85 @@ def lasted(ends: dict[str, float]) -> dict[str, float]:
     return {stage: end - before for (stage, end), before in zip(ends.items(), times, strict=False)}
 
 
+def children(pid: int) -> list[int]:
+    """A server's engine process, and behind it the spare, where there is one: it has no model, so it is smaller."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+    return sorted(map(int, found), key=lambda child: -memory_kib(child)["Rss"])
+
+
+def settled_children(pid: int, count: int) -> list[int]:
+    """The same, once there are so many and they compute nothing: a spare that still imports is not one yet."""
+    while True:
+        found = children(pid)
+        before = [cpu_ticks(child) for child in found]
+        time.sleep(2)
+        if len(found) == count and before == [cpu_ticks(child) for child in found]:
+            return found
+
+
+def cpu_ticks(pid: int) -> int:
+    """What a process has computed, in ticks of a hundredth of a second; an idle engine answers now and then, in less."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) // 5
+
+
+def memory_kib(pid: int) -> dict[str, int]:
+    """What a process holds, in KiB, as the kernel tells it."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()[1:]
+    return {line.split(":")[0]: int(line.split()[1]) for line in lines}
+
+
+def restarts(model: str, repeats: int, *, with_spare: bool) -> dict[str, object]:
+    """Seconds from the engine's death until a token comes again, several times on one server; and what a spare weighs."""
+    seconds, spare = [], {}
+    with ServerProcess(model, *(() if with_spare else ("--no-spare-engine",))) as server:
+        first_token(server.url)
+        for _ in range(repeats):
+            engine, *others = settled_children(server.pid, 1 + with_spare)
+            spare = memory_kib(others[0]) if others else {}
+            os.kill(engine, signal.SIGKILL)
+            killed = time.perf_counter()
+            while not answers(server.url):
+                time.sleep(0.02)
+            seconds.append(time.perf_counter() - killed)
+    private = spare.get("Private_Clean", 0) + spare.get("Private_Dirty", 0)
+    return {"seconds": seconds, "spare_private_kib": private, "spare_shared_proportionally_kib": spare.get("Pss", 0)}
+
+
+def answers(url: str) -> bool:
+    """Whether one token comes; a server without an engine says 503."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    connection.request("POST", "/v1/chat/completions", json.dumps(BODY), {"Content-Type": "application/json"})
+    reply = connection.getresponse()
+    reply.read()
+    if reply.status not in (200, 503):
+        raise SystemExit(f"status {reply.status}")
+    return reply.status == 200
+
+
+def measure_restarts(model: str, repeats: int, file: Path | None) -> None:
+    """Print restarts with and without a spare, and write them."""
+    result: dict[str, object] = {"load_average_before": os.getloadavg()[0]}
+    for name, with_spare in (("with a spare process", True), ("without", False)):
+        found = restarts(model, repeats, with_spare=with_spare)
+        result[name] = found
+        print(f"{name:>28} {found}")
+    result["load_average_after"] = os.getloadavg()[0]
+    if file is not None:
+        file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cold-cache", action="store_true", help="also start once without compiled kernels")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--restarts", type=int, help="kill the engine so often, with and without a spare process")
     arguments = parser.parse_args()
+    if arguments.restarts:
+        measure_restarts(arguments.model, arguments.restarts, arguments.json)
+        return
     loads = [os.getloadavg()[0]]
     start(arguments.model)  # files that no one has read yet, and kernels that are not compiled, are another matter
     floors, runs = [], []

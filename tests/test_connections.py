@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import threading
-from collections import Counter
 from contextlib import contextmanager
 
 import httpx
@@ -249,6 +248,16 @@ def test_a_full_server_says_so_before_it_reads_a_body():
         wait_until(lambda: running.engine.num_open == 0)
 
 
+def test_a_burst_of_refusals_is_one_line_and_all_are_counted(caplog):
+    with served() as running:
+        running.engine.refuses = OverloadedError("full; try again later")
+        for _ in range(20):
+            assert httpx.post(running.url + "/v1/completions", json={"prompt": "x"}).status_code == 503
+        metrics = httpx.get(running.url + "/metrics").text
+    assert 'admission_rejections_total{engine="0",model_name="fake",reason="overloaded"} 20.0' in metrics
+    assert caplog.text.count("full; try again later") == 1
+
+
 def test_places_are_taken_all_or_none_and_given_back():
     places = Places(10, 0.6, max_at_once=4)
     with places.hold("a") as first:
@@ -281,7 +290,3 @@ def test_every_limit_of_the_settings_is_told():
     limits = {name for name in names if name.startswith("max_") or name.endswith(("_s", "_share", "_nbytes"))}
     assert limits - {"drain_timeout_s"} <= set(told)
     assert told["max_places_per_client"] == told["max_places"] // 2
-
-
-def test_limits_are_counted_by_name():
-    assert Lifecycle().ended == Counter()

@@ -7,6 +7,8 @@ Must not know routes beyond the public ones. Built by `app.py`.
 import logging
 import os
 import re
+import time
+from collections import Counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,6 +27,8 @@ PUBLIC_PATHS = frozenset({"/health", "/ready", "/version"})
 TENANT_SALT = "hybridserve.tenant_salt"
 #: Digits of a Content-Length; more are no size that a body could have.
 _MAX_LENGTH_DIGITS = 18
+#: Refusals of one kind are logged at most so often.
+REFUSALS_EVERY_S = 10.0
 #: A client's own request id is taken over when it looks like one.
 _REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
@@ -60,6 +64,7 @@ class Gate:
         self._max_body_nbytes = settings.max_body_nbytes
         self._bodies = Bodies(max_nbytes=settings.max_bodies_nbytes)
         self._metrics = metrics
+        self._refusals = _Repeats()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -125,8 +130,29 @@ class Gate:
     def _note(self, fault: HybridServeError, request_id: str) -> None:
         if isinstance(fault, OverloadedError):
             self._metrics.rejected[fault.code or "overloaded"] += 1
-        if fault.status >= 500:
-            log.warning("request %s ended with %d: %s", request_id, fault.status, fault)
+        if fault.status < 500:
+            return
+        num_left_out = self._refusals.admit(fault.code) if fault.status == 503 else 0
+        if num_left_out is not None:
+            more = f" (and {num_left_out} more like it since the last line)" if num_left_out else ""
+            log.warning("request %s ended with %d: %s%s", request_id, fault.status, fault, more)
+
+
+class _Repeats:
+    """Tells which refusals to log: they come in bursts, of which one line in a while says enough. Metrics count them all."""
+
+    def __init__(self) -> None:
+        self._told: dict[str | None, float] = {}  # by error code: when the last line was written
+        self._num_left_out: Counter[str | None] = Counter()
+
+    def admit(self, code: str | None) -> int | None:
+        """None for a refusal to leave out; else how many were left out before it."""
+        now = time.monotonic()
+        if now - self._told.get(code, -REFUSALS_EVERY_S) < REFUSALS_EVERY_S:
+            self._num_left_out[code] += 1
+            return None
+        self._told[code] = now
+        return self._num_left_out.pop(code, 0)
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:
