@@ -356,12 +356,16 @@ HOSTILE = {
 }
 
 
+SLOW = ("powers", "loops without a call")
+
+
 @pytest.mark.parametrize("name", list(HOSTILE))
 def test_R5_a_hostile_template_is_stopped_and_the_next_chat_is_served(name: str) -> None:
     template = ChatTemplate("{% if messages[0].content == 'go' %}" + HOSTILE[name] + "{% else %}safe{% endif %}")
     try:
         with pytest.raises(TemplateError) as caught:
-            template.render([{"role": "user", "content": "go"}], limit_s=1.0)
+            template.render([{"role": "user", "content": "go"}], limit_s=1.0 if name in SLOW else 20.0)
+        assert ("longer than 1 s" in str(caught.value)) == (name in SLOW)  # the others are stopped by what they want, not by time
         assert caught.value.status == 400
         assert caught.value.kind in ("unsafe", "failed")
         assert template.render(CHATS[0]).text == "safe"
