@@ -44,7 +44,8 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
     "tokens and tokenizers": (
         "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "cls_token_id", "mask_token_id",
         "decoder_start_token_id", "bos_token", "eos_token", "pad_token", "tokenizer_class", "tokenizer_model_max_length",
-        "tokenizer_padding_side", "padding_side", "model_max_length", "prefix", "add_bos_token", "add_eos_token",
+        "tokenizer_padding_side", "padding_side", "model_max_length", "max_sequence_length", "prefix", "add_bos_token",
+        "add_eos_token",
         "pad_vocab_size_multiple", "image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id",
         "vision_start_token_id", "vision_end_token_id", "vision_token_id",
     ),
