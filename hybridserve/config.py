@@ -40,6 +40,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     load_format: Annotated[Literal["safetensors", "dummy"], about("`dummy`: random weights at the real shapes")] = "safetensors"
     max_model_len: Annotated[Annotated[int, Meta(ge=2)] | None, about("longest prompt plus output; default: the model's")] = None
     max_num_batched_tokens: Annotated[Positive, about("token budget of one step")] = 2048
+    short_prompt_share: Annotated[
+        Annotated[float, Meta(ge=0, lt=1)], about("share of a step's prompt tokens for the prompts with least left; 0: in order")
+    ] = 0.5
     max_num_seqs: Annotated[Positive, about("requests that run at once")] = 64
     block_size: Annotated[Positive, about("tokens per block of the paged caches")] = 16
     kv_cache_memory: Annotated[Nbytes | None, about("bytes for caches, such as 4GiB; default: a share of what is free")] = None

@@ -23,12 +23,12 @@ def choose(prefix):
     return random.Random(str(prefix)).randrange(VOCAB)
 
 
-def build(layout, *, superpages=40, seats=4, budget=64, max_len=256, caching=True, policy="cost", vocab=VOCAB):
+def build(layout, *, superpages=40, seats=4, budget=64, max_len=256, caching=True, policy="cost", vocab=VOCAB, **limits):
     layers = LAYOUTS[layout]
     size = plan_cache(layers, 2**40, max_chunk=budget).superpage_nbytes
     plan = plan_cache(layers, superpages * size, max_chunk=budget)
     coordinator = KVCacheCoordinator(plan, num_seats=seats, max_model_len=max_len, enable_prefix_caching=caching, policy=policy)
-    scheduler = Scheduler(Limits(plan.longest_sequence(max_len), seats, budget, 100, vocab), coordinator)
+    scheduler = Scheduler(Limits(plan.longest_sequence(max_len), seats, budget, 100, vocab, **limits), coordinator)
     return Simulation(scheduler, coordinator, choose), coordinator
 
 
@@ -319,6 +319,38 @@ def test_what_is_pinned_does_not_give_way_to_an_optional_checkpoint():
     run(simulation, *(request(str(i), [rng.randrange(VOCAB) for _ in range(40)], 2, marks=(10, 20)) for i in range(4)))
     assert simulation.scheduler.explain(pinned, CacheHints()).num_hit == 19
     assert coordinator.num_checkpoints_written > 3
+
+
+def steps_until_end(layout, short_prompt_share, *, every=None):
+    """By request, steps from its arrival to its end: a prompt of 1,600 tokens, and short ones that come behind it."""
+    simulation, _ = build(layout, superpages=900, max_len=2048, short_prompt_share=short_prompt_share)
+    came, ended = {}, {}
+    rng = random.Random(0)
+    prompts = {"long": [rng.randrange(VOCAB) for _ in range(1600)]}
+    for step in range(200):
+        if step == 0 or (every is not None and step % every == 0) or step == 2:
+            name = "long" if step == 0 else f"short {step}"
+            prompts.setdefault(name, [rng.randrange(VOCAB) for _ in range(20)])
+            simulation.scheduler.add(request(name, prompts[name], 1))
+            came[name] = step
+        simulation.step()
+        simulation.scheduler.check()
+        for name in simulation.ended:
+            ended.setdefault(name, step)
+        if "long" in ended and every is not None:
+            break
+    for name in ended:
+        assert simulation.outputs[name] == expected(prompts[name], 1)
+    return {name: ended[name] - came[name] + 1 for name in ended}
+
+
+@pytest.mark.parametrize("layout", ["attention+state", "attention+window+conv"])
+def test_a_short_request_does_not_wait_for_long_prompts(layout):
+    assert steps_until_end(layout, 0.0) == {"long": 25, "short 2": 24}  # 1,600 tokens in steps of 64, and the short one last
+    assert steps_until_end(layout, 0.5) == {"long": 26, "short 2": 1}
+    crowded = steps_until_end(layout, 0.5, every=1)
+    assert crowded.pop("long") <= 51  # half of each step is its own
+    assert max(crowded.values()) == 1
 
 
 def test_deadline_ends_a_request_with_timeout():

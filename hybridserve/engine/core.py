@@ -71,6 +71,7 @@ class EngineCore:
             max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
             max_num_queued_reqs=settings.max_num_queued_reqs,
             vocab_size=loaded.model.info.vocab_size,
+            short_prompt_share=settings.short_prompt_share,
         )
         self._scheduler = Scheduler(limits, self._coordinator)
         self._sampler = Sampler(settings.max_num_seqs, limits.vocab_size, settings.seed)

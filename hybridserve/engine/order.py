@@ -68,6 +68,6 @@ class StartOrder:
         return match
 
     def _ratio(self, running: Running) -> float:
-        cost = _FIXED_COST + (running.num_known if running.num_to_compute is None else running.num_to_compute)
+        cost = _FIXED_COST + running.most_to_compute
         # Of those that have not waited at all, too, the one with least to compute is first.
         return (_FIXED_COST + self._num_computed - running.num_computed_before) / cost

@@ -6,6 +6,7 @@ decoding request, many for a fresh one, and a step computes as many as the budge
 """
 
 import heapq
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -30,7 +31,7 @@ _LOOK_AHEAD = 256
 
 @dataclass(frozen=True)
 class Limits:
-    """What one engine takes at once, and whether requests start in order of arrival, whatever they cost."""
+    """What one engine takes at once, and in which order: `starts_in_order` is that of arrival, whatever requests cost."""
 
     max_model_len: int
     max_num_seqs: int
@@ -38,6 +39,7 @@ class Limits:
     max_num_queued_reqs: int
     vocab_size: int
     starts_in_order: bool = False
+    short_prompt_share: float = 0.5  # of a step's tokens for prompts, what those with least left get; the others in order
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ class Scheduler:
             keep = ~np.isin(self._order, preempted)
             self._order, counts = self._order[keep], counts[keep]
         else:
-            counts = self._admit(counts)
+            counts = self._hand_out_rest(self._admit(counts))
         chosen = np.flatnonzero(counts)
         if not len(chosen):
             return None
@@ -226,16 +228,46 @@ class Scheduler:
         return Plan(seats, starts, counts, starts + counts == self.seats.num_tokens[seats], memory, tuple(self._seated))
 
     def _share_budget(self) -> Ints:
-        """Tokens for each running seat: one for each that decodes, what is left to the others in order."""
+        """Tokens for each running seat. One for each that decodes; of what is left, a share to the prompts with least left.
+
+        What remains of that share stays for waiting requests that have less to compute than a running prompt; all else goes to
+        prompts in order of admission, so that a long one comes forward, too.
+        """
+        pending = self._pending()
+        counts = np.where(pending == 1, 1, 0)
+        left = self.limits.max_num_batched_tokens - int(counts.sum())
+        share = 0 if self.limits.starts_in_order else int(left * self.limits.short_prompt_share)
+        prompts = np.flatnonzero(pending > 1)
+        shortest, held = self._least_waiting(len(prompts)), 0
+        for at in prompts[np.argsort(pending[prompts], kind="stable")]:
+            if pending[at] > shortest:
+                held = share
+                break
+            counts[at] = min(int(pending[at]), share)
+            share, left = share - int(counts[at]), left - int(counts[at])
+        return self._give_in_order(counts, pending, left - held)
+
+    @staticmethod
+    def _give_in_order(counts: Ints, pending: Ints, left: int) -> Ints:
+        """The counts with `left` tokens more, to prompts in order."""
+        for at in np.flatnonzero(pending > counts):
+            more = min(int(pending[at] - counts[at]), left)
+            counts[at] += more
+            left -= more
+        return counts
+
+    def _pending(self) -> Ints:
+        """Tokens that are known and not computed, for each running seat; 0 for those that have to pause."""
         pending = self.seats.num_tokens[self._order] - self.seats.num_computed[self._order]
         if (on_trial := self._suspects.on_trial) is not None:
             pending = np.where([self.seats.running[seat] in on_trial for seat in self._order.tolist()], pending, 0)
-        counts = np.where(pending == 1, 1, 0)
-        left = self.limits.max_num_batched_tokens - int(counts.sum())
-        for at in np.flatnonzero(pending > 1):
-            counts[at] = min(int(pending[at]), left)
-            left -= int(counts[at])
-        return counts
+        return pending
+
+    def _least_waiting(self, num_prompts: int) -> float:
+        """Tokens to compute of the shortest request that could start now, beside so many prompts that are being computed."""
+        if not num_prompts or self._is_blocked or not self.seats.num_free:
+            return math.inf
+        return min((one.most_to_compute for one in self._candidates()), default=math.inf)
 
     def _reserve(self, counts: Ints) -> list[int]:
         """Blocks for what the seats are to compute; returns the seats that had to be preempted for it."""
@@ -269,8 +301,11 @@ class Scheduler:
         new_counts: list[int] = []
         if not len(self._order):
             self._is_blocked = False
+        # Before a running prompt has all that it can take in this step, only who has less to compute starts.
+        pending = self._pending()
+        shortest = min(pending[pending > counts].tolist(), default=math.inf)
         while left > 0 and self._waiting and self.seats.num_free and not self._is_blocked:
-            candidates = self._candidates()
+            candidates = [one for one in self._candidates() if one.most_to_compute < shortest]
             if not candidates:
                 break
             running, match = self._start_order.choose(candidates[:1] if self.limits.starts_in_order else candidates)
@@ -290,6 +325,15 @@ class Scheduler:
             return counts
         self._order = np.concatenate([self._order, np.array(seated, np.int64)])
         return np.concatenate([counts, np.array(new_counts, np.int64)])
+
+    def _hand_out_rest(self, counts: Ints) -> Ints:
+        """Let prompts have what was held for requests that did not start after all, as far as there are blocks for it."""
+        given = self._give_in_order(counts.copy(), self._pending(), self.limits.max_num_batched_tokens - int(counts.sum()))
+        for at in np.flatnonzero(given > counts).tolist():
+            seat = int(self._order[at])
+            if not self._coordinator.reserve(seat, int(self.seats.num_computed[seat] + given[at])):
+                given[at] = counts[at]
+        return given
 
     def _candidates(self) -> list[Running]:
         """Waiting requests that may start now."""

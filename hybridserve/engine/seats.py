@@ -56,6 +56,11 @@ class Running:
         """Tokens of prompt and output so far, of a request that has no seat."""
         return len(self.prompt) + len(self.output)
 
+    @property
+    def most_to_compute(self) -> int:
+        """Tokens that it has to compute, of a request that has no seat, as far as it is known what of it is cached."""
+        return self.num_known if self.num_to_compute is None else self.num_to_compute
+
     @cached_property
     def start(self) -> tuple[str, bytes]:
         """What two requests must have in common before it is worth comparing them."""
