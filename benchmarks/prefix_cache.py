@@ -2,9 +2,9 @@
 
     python -m benchmarks.prefix_cache [--trace FILE ...] [--num-requests N] [--json FILE]
 
-The real scheduler and cache on a virtual clock. Every trace first with ample memory, which tells how many bytes all its hits take
-at once on average; then with a half and a quarter of that, with the default, with plain LRU, and with plain LRU and requests
-that start in order of arrival. Without `--trace` the synthetic traces are replayed.
+The real scheduler and cache on a virtual clock. Every trace first with ample memory, which tells how many bytes all its hits
+take at once on average; then with as many bytes and with half as many, each with the default, with plain LRU, and with plain LRU
+and requests that start in order of arrival. Without `--trace` the synthetic traces are replayed.
 """
 
 import argparse
@@ -25,11 +25,11 @@ KV = PagedSpec((TensorSpec("k", (2, 256), "bfloat16"), TensorSpec("v", (2, 256),
 STATE = StateSpec((TensorSpec("conv", (3, 8192), "bfloat16"), TensorSpec("recurrent", (32, 128, 128), "float32")))
 LAYERS: list[dict[str, Spec]] = [{"kv": KV} if i % 4 == 3 else {"state": STATE} for i in range(40)]
 NUM_SEQS = 64
-NUM_REQUESTS = 1000  # of a synthetic trace
+NUM_REQUESTS = 600  # of each trace
 #: By name: what goes first when memory runs out, and whether requests start in order of arrival.
 WAYS: dict[str, tuple[Policy, bool]] = {"default": ("cost", False), "lru": ("lru", False), "lru, in order": ("lru", True)}
 AMPLE = 2_000e9
-SHARES = {"a half": 0.5, "a quarter": 0.25}
+SHARES = {"all hits": 1.0, "half of it": 0.5}
 #: Memory holds at least the longest request so many times, whatever its share.
 LEAST_SEQUENCES = 4
 
@@ -64,25 +64,23 @@ def reports(trace: Sequence[TraceRequest]) -> Iterator[tuple[str, str, float, Re
     yield "ample", "default", AMPLE, ample
     unit = plan_cache(LAYERS, int(AMPLE), max_chunk=8192)
     least = LEAST_SEQUENCES * unit.superpages_needed(longest_of(trace)) * unit.superpage_nbytes
-    sizes = {name: max(least, share * ample.full_nbytes) for name, share in SHARES.items()}
-    for memory, nbytes in sizes.items():
-        if nbytes < ample.full_nbytes:
-            for way in WAYS:
-                yield memory, way, nbytes, replay(trace, nbytes, way)
+    for memory, share in SHARES.items():
+        nbytes = max(least, share * ample.full_nbytes)
+        for way in WAYS:
+            yield memory, way, nbytes, replay(trace, nbytes, way)
         if nbytes == least:
-            return
+            return  # half as many would be as many
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", action="append", default=[], help="a jsonl file, or a synthetic trace by its name")
-    parser.add_argument("--num-requests", type=int, help="only so many of each")
+    parser.add_argument("--num-requests", type=int, default=NUM_REQUESTS, help=f"of each trace (default: {NUM_REQUESTS})")
     parser.add_argument("--json", help="write the rows to this file")
     arguments = parser.parse_args()
     rows = []
     for name in arguments.trace or SYNTHETIC:
-        count = arguments.num_requests or (NUM_REQUESTS if name in SYNTHETIC else None)
-        trace = load_trace(name, num_requests=count, seed=0)
+        trace = load_trace(name, num_requests=arguments.num_requests, seed=0)
         for memory, way, nbytes, report in reports(trace):
             row = {"trace": Path(name).name, "num_requests": len(trace), "memory": memory, "nbytes": int(nbytes), "way": way}
             shown = ("hit_ratio", "bound_ratio", "oracle_ratio", "excess_prefill", "output_tokens_per_s", "num_preemptions")

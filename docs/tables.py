@@ -282,7 +282,38 @@ def metric_rows() -> Iterator[tuple[str, ...]]:
         yield code(family.name + ("_total" if family.type == "counter" else "")), family.type, family.documentation
 
 
+#: Columns of a replay, by the key of its row, with their digits.
+_REPLAY_COLUMNS = {
+    "hit_ratio": ("hits", 3),
+    "bound_ratio": ("bound", 3),
+    "excess_prefill": ("excess prefill", 2),
+    "first_token_mean_s": ("first token, mean s", 3),
+    "first_token_p50_s": ("p50", 3),
+    "first_token_p99_s": ("p99", 3),
+    "end_to_end_mean_s": ("to the end, mean s", 2),
+    "output_tokens_per_s": ("output tokens/s", 0),
+}
+_REPLAY_HEAD = ("trace", "memory", "way", *(name for name, _ in _REPLAY_COLUMNS.values()))
+
+
+def replay_rows() -> Iterator[list[str]]:
+    """What `python -m benchmarks.prefix_cache` measured; bold where the default is worse than plain LRU in order of arrival."""
+    rows = json.loads((DOCS.parent / "benchmarks" / "results" / "prefix_cache.json").read_text(encoding="utf-8"))
+    plain = {(row["trace"], row["memory"]): row for row in rows if row["way"] == "lru, in order"}
+    for row in rows:
+        other = plain.get((row["trace"], row["memory"])) if row["way"] == "default" else None
+        memory = row["memory"] if row["memory"] == "ample" else f"{row['memory']}, {row['nbytes'] / 1e9:.1f} GB"
+        cells = [f"{row['trace'].split('.')[0]}, {row['num_requests']}", memory, row["way"]]
+        for key, (_, digits) in _REPLAY_COLUMNS.items():
+            text = f"{row[key]:,.{digits}f}"
+            sign = -1 if key in ("hit_ratio", "output_tokens_per_s") else 0 if key == "bound_ratio" else 1
+            is_worse = other is not None and sign * (round(row[key], digits) - round(other[key], digits)) > 0
+            cells.append(f"**{text}**" if is_worse else text)
+        yield cells
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
+    "replays": lambda: table(_REPLAY_HEAD, replay_rows()),
     "models": lambda: table(("class", "file", "layers", "caches", "releases", "not supported"), model_rows()),
     "mixers": lambda: table(("kind", "class", "caches", "what it computes"), cache_rows()),
     "engine settings": lambda: table(("flag", "default", "meaning"), setting_rows(EngineSettings)),
