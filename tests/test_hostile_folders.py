@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,3 +102,17 @@ def test_r2_a_hostile_folder_ends_in_the_exit_code_of_its_fault(
     assert word in out + err
     assert "Traceback" not in out + err
     assert "the check itself failed" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault", ["metadata of numbers", "template in bad UTF-8", "generation config nested too deeply", "GGUF beside a config"]
+)
+def test_r2_a_server_ends_in_the_exit_code_of_its_folders_fault(folder: Path, fault: str) -> None:
+    harm, code, word = FAULTS[fault]
+    harm(folder)
+    command = [sys.executable, "-m", "hybridserve", "serve", str(folder), "--backend", "reference", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
