@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import threading
 
 import msgspec
@@ -67,14 +68,16 @@ def test_values_and_depth_are_those_of_the_decoded_text_however_it_is_cut(piece,
         count, depth = slow_shape(value)
         found = shape_of(text)
         assert found.depth == depth, text
+        lengths = [1 + len(piece) for piece in re.findall(rb'"((?:[^"\\]|\\.)*)"', text)]
+        assert found.longest == max(lengths, default=0), text
         assert count <= found.num_values <= 2 * count + 1, text  # an object or list that is not empty has no comma less
 
 
 def test_empty_lists_and_broken_text():
-    assert shape_of(b"") == Shape(1, 0)
+    assert shape_of(b"") == Shape(1, 0, 0)
     assert shape_of(b"[" * 1000).depth == 1000
-    assert shape_of(b'["\\') == Shape(2, 1)
-    assert shape_of(b"\\" * 10) == Shape(1, 0)
+    assert shape_of(b'["\\') == Shape(2, 1, 0)
+    assert shape_of(b"\\" * 10) == Shape(1, 0, 0)
 
 
 IDS = b"[" + b",".join([b"5"] * 3_000_000) + b"]"
@@ -142,8 +145,9 @@ def test_a_text_that_cannot_fit_is_refused_with_the_numbers_before_it_is_tokenis
         assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
         assert str(limit) in error["message"]
         assert str(limit + 1) in error["message"]
-    status, reply = post(app, "/tokenize", json.dumps({"prompt": "x" * limit}).encode())
-    assert status == 200
+    for char in "x🎉":  # at its longest in JSON, too
+        status, reply = post(app, "/tokenize", json.dumps({"prompt": char * limit}).encode())
+        assert status == 200, reply
 
 
 def test_more_ids_than_the_context_are_refused_before_they_are_looked_at():
@@ -315,3 +319,8 @@ def test_R16_the_server_refuses_more_bodies_than_it_may_hold_and_takes_them_late
     assert post(app, "/tokenize", json.dumps({"prompt": "x" * 2000}).encode())[0] == 503
     assert post(app, "/tokenize", json.dumps({"prompt": "x" * 900}).encode())[0] == 200
     assert post(app, "/tokenize", json.dumps({"prompt": "x" * 900}).encode())[0] == 200
+
+
+def test_an_error_that_repeats_half_a_character_is_still_an_error_object():
+    answer = asyncio.run(call(make_app(), "GET", "/v1/models/\ud800", b"", HEADERS, b""))
+    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (404, "model_not_found")

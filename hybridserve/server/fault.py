@@ -31,7 +31,13 @@ def error_body(error: HybridServeError) -> bytes:
     """OpenAI's error object as JSON."""
     param = error.param if isinstance(error, RequestError) else None
     code = error.code if error.code is not None else str(error.status)
-    return msgspec.json.encode({"error": {"message": str(error), "type": error.kind, "param": param, "code": code}})
+    told = {"message": _whole(str(error)), "type": error.kind, "param": param and _whole(param), "code": code}
+    return msgspec.json.encode({"error": told})
+
+
+def _whole(text: str) -> str:
+    """A text that repeats what a client sent, without halves of characters, which no JSON in UTF-8 holds."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def error_headers(error: HybridServeError) -> list[tuple[bytes, bytes]]:

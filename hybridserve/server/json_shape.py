@@ -19,15 +19,20 @@ class Shape(NamedTuple):
 
     num_values: int  # at least as many as there are, keys not counted
     depth: int
+    longest: int  # bytes of the longest string, as it is written, with one quote
 
 
 def shape_of(text: bytes) -> Shape:
     """Count values and depth. Exact up to where `text` stops being JSON; a decoder goes no further than that."""
-    num_values, deepest, depth = 1, 0, 0
+    num_values, deepest, depth, longest, border = 1, 0, 0, 0, 0
     is_inside, num_backslashes = False, 0
     for start in range(0, len(text), PIECE_NBYTES):
         piece = np.frombuffer(text, np.uint8, min(PIECE_NBYTES, len(text) - start), start)
         quotes, num_backslashes = _string_borders(piece, num_backslashes)
+        if len(quotes):
+            lengths = np.diff(quotes + start, prepend=border)[0 if is_inside else 1 :: 2]  # at the quotes that end one
+            longest = max(longest, int(lengths.max(initial=0)))
+            border = start + int(quotes[-1])
         marks = np.flatnonzero((piece == _COMMA) | ((piece | 0x20) == _OBJECT) | ((piece | 0x20) == _OBJECT_END))
         outside = (np.searchsorted(quotes, marks) % 2 == 1) == is_inside
         found = piece[marks[outside]]
@@ -38,7 +43,7 @@ def shape_of(text: bytes) -> Shape:
         if len(steps):
             depths = depth + np.cumsum(steps)
             deepest, depth = max(deepest, int(depths.max())), int(depths[-1])
-    return Shape(num_values, deepest)
+    return Shape(num_values, deepest, longest)
 
 
 def _string_borders(piece: NDArray[np.uint8], before: int) -> tuple[NDArray[np.intp], int]:

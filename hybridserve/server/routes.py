@@ -224,9 +224,10 @@ class Routes:
         if len(body) <= LOOP_NBYTES:
             return read(kind, body)
         max_model_len = self._service.client.info.max_model_len
+        max_chars = max_model_len * self._service.tokenizer.max_token_chars
 
         def read_large() -> tuple[R, list[str]]:
-            check_shape(kind, body, max_model_len)
+            check_shape(kind, body, max_model_len=max_model_len, max_chars=max_chars)
             return read(kind, body)
 
         return await self._service.workers.run(read_large, size=len(body))

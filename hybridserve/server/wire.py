@@ -23,6 +23,8 @@ LOOP_NBYTES = 2**16
 #: Values beside token ids that a body may hold, and how deep: a decoder makes them all in one call that lets nothing else run.
 MAX_VALUES = 2**17
 MAX_DEPTH = 64
+#: Bytes that one character takes in JSON at most: two escapes.
+MAX_CHAR_NBYTES = 12
 #: Messages in one chat: a template may loop over them twice.
 MAX_MESSAGES = 4096
 #: Names of unknown fields that are told back.
@@ -196,14 +198,19 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 R = TypeVar("R", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, ExplainRequest)
 
 
-def check_shape(kind: type[R], body: bytes, max_model_len: int) -> None:
-    """Raise RequestError for a body of more values than the route takes from a model of this context, or of too deep ones."""
+def check_shape(kind: type[R], body: bytes, *, max_model_len: int, max_chars: int) -> None:
+    """Raise RequestError for a body of more, deeper or longer values than the route takes from a model of this context."""
     limit = MAX_VALUES + _PROMPTS_OF_IDS.get(kind, 0) * max_model_len
     shape = shape_of(body)
     if shape.num_values > limit:
         raise RequestError(f"the body holds {shape.num_values} values; at most {limit} here; send fewer or shorter lists")
     if shape.depth > MAX_DEPTH:
         raise RequestError(f"the body's values lie {shape.depth} deep; at most {MAX_DEPTH}; send flatter ones")
+    if shape.longest > MAX_CHAR_NBYTES * max_chars + 1:
+        raise RequestError(
+            f"a text of the body has {shape.longest} bytes; this model takes {max_chars} characters at most; shorten it",
+            code="context_length_exceeded",
+        )
 
 
 #: How many prompts of token ids a route takes at their full length; more of them when they are shorter.
