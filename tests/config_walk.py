@@ -253,7 +253,8 @@ def variants(base: str) -> list[Variant]:
     for section in _sections(config):
         values = _at(config, section)
         saved = _at(base_config(base.removesuffix("/released")), section) if base.endswith("/released") else None
-        for key in (*values, *(key for key in known_values() if key not in values and saved is None)):
+        absent = [key for key in known_values() if key not in values] if _is_first(base) else []
+        for key in (*values, *absent):
             if key in NOT_WALKED or key == "text_config" or (saved is not None and saved.get(key) == values[key]):
                 continue
             path = (*section, key)
@@ -263,6 +264,11 @@ def variants(base: str) -> list[Variant]:
         if saved is None:
             found += [Variant(base, changes) for changes in _rotary(section)]
     return found
+
+
+def _is_first(base: str) -> bool:
+    """Whether no base before it has the same class: keys that a base has not are added to one of each class."""
+    return next(one for one in bases() if base_config(one)["architectures"] == base_config(base)["architectures"]) == base
 
 
 def _values(base: str, key: str, values: Mapping[str, object]) -> list[object]:
@@ -338,7 +344,8 @@ def reference_logits(variant: Variant, folder: Path, ids: Sequence[int]) -> Tens
 def _save_once(variant: Variant, model: tf.PreTrainedModel, folder: Path) -> None:
     """Save what was not saved last: most changes leave every tensor as it was."""
     parameters = model.named_parameters()
-    shapes = (variant.base, *((name, tuple(tensor.shape), float(tensor.detach().sum())) for name, tensor in parameters))
+    parts = _at(variant.config(), _sections(variant.config())[-1]).get("split_ngram_parts")  # it tells how a table is cut
+    shapes = (variant.base, parts, *((name, tuple(tensor.shape), float(tensor.detach().sum())) for name, tensor in parameters))
     note = folder / "saved.txt"
     if not note.exists() or note.read_text() != str(shapes):
         for path in folder.glob("*.safetensors"):
