@@ -184,7 +184,9 @@ def _scaling(kind: str, fields: Mapping[str, object]) -> RopeScaling:
     try:
         return msgspec.convert({"rope_type": kind, **fields}, RopeScaling)
     except msgspec.ValidationError as error:
-        raise UnsupportedModelError(f"rope_parameters of type {kind!r}: {error}; this key or value is not implemented") from error
+        raise UnsupportedModelError(
+            f"rope_parameters (or rope_scaling) of rope_type {kind!r}: {error}; it is not implemented"
+        ) from error
 
 
 class RotaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
