@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -292,6 +293,17 @@ def test_differential_attention_is_the_published_layer(heads: tuple[int, int, in
 
 
 # --- the comparison ---
+
+
+@pytest.mark.parametrize("group", [3, 8, 16, 32])
+def test_the_block_size_suits_the_entries_of_a_layer(group: int) -> None:
+    (case,) = CASES["indexed_attention"]
+    index = msgspec.structs.replace(case.config.index, group=group, budget=2 * group)
+    config = msgspec.structs.replace(case.config, index=index)
+    subject = Subject(f"pools of {group}", mixers["indexed_attention"], config, case.oracle)
+    checks = ALL_CHECKS if group == 3 else [check for check in ALL_CHECKS if check.__module__.endswith("places")]
+    report = judge(subject, checks)
+    assert not report.failed, [outcome.detail for outcome in report.failed]
 
 
 def test_a_difference_is_said_with_its_place() -> None:

@@ -623,3 +623,16 @@ def test_caches_of_another_type_are_written_by_the_reference() -> None:
     cache = torch.zeros(1, 4, 2, dtype=torch.float8_e4m3fn)
     op("kv_write")({"k": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, {"k": cache}, table)
     assert cache.float()[0].tolist() == [[3.0, 4.0], [0.0, 0.0], [0.0, 0.0], [1.0, 2.0]]
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("places", "block_size", "told"),
+    [([3, 8], 4, "3 to 8"), ([-1, 0], 4, "-1 to 0"), ([0, 1], 8, "4 entries in a block"), ([0], 4, "2 rows of k for 1")],
+)
+def test_a_cache_is_never_written_beside(places: list[int], block_size: int, told: str) -> None:
+    table = PagedTable(torch.zeros(1, 1, dtype=torch.int32), torch.tensor(places), block_size)
+    arena = torch.zeros(6, 4, 2)
+    with pytest.raises(IndexError, match=told):
+        op("kv_write")({"k": torch.ones(2, 2)}, {"k": arena[2:4]}, table)
+    assert not arena.any()

@@ -243,3 +243,14 @@ def test_a_module_that_registers_nothing_is_told(install: Install) -> None:
 @pytest.mark.parametrize("kind", [MissingDependencyError, UsageError, UnsupportedModelError])
 def test_all_of_these_are_errors_with_an_exit_code(kind: type[HybridServeError]) -> None:
     assert kind.exit_code in (2, 3, 6)
+
+
+def test_an_installed_layer_brings_its_own_oracle(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    code = layer(f"PLUGIN_API = {PLUGIN_API}")
+    install(code + "\nfrom hybridserve.conformance.oracles import short_conv as whole\n")
+    arguments = ["check-layer", "mine", "--config", '{"hidden_size": 16, "width": 3}', "--json"]
+    assert main([*arguments, "--oracle", "mine:whole"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "verified"
+    for wrong, told in (("mine:nothing", "no function called 'nothing'"), ("missing:whole", "cannot be imported")):
+        assert main([*arguments, "--oracle", wrong]) == 2
+        assert told in capsys.readouterr().err

@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="JSON", help="the layer's config, or the path of one; default: the kit's cases of a built-in kind"
     )
     parser.add_argument(
-        "--oracle", metavar="FILE.py:FUNCTION", help="an independent form: called with the layer and rows [T, D], returns [T, D]"
+        "--oracle",
+        metavar="FILE.py:FUNCTION",
+        help="an independent form, also MODULE:FUNCTION: called with the layer and rows [T, D], returns [T, D]",
     )
     parser.add_argument("--plugin", metavar="FILE.py", action="append", default=[], help="a file that registers layers")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a layer has no oracle")

@@ -4,6 +4,7 @@ Owns the builder. Must not know any mixer. Called by `bench.py` and by tests of 
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from hybridserve.batch import NO_SLOT, Batch, PagedTable, StateTable
 from hybridserve.kv.spec import PagedSpec, Spec, StateSpec
 
+#: Tokens in a block where no spec asks for another number.
 BLOCK_SIZE = 4
 #: In entries of a block table that no token of the sequence needs: out of range, so that reading one fails.
 UNUSED_BLOCK = 10**6
@@ -30,6 +32,11 @@ class Rows:
     start: int = NO_SLOT
     writes: tuple[tuple[int, int], ...] = ()
     blocks: tuple[int, ...] = ()
+
+
+def block_size_for(specs: Iterable[Spec]) -> int:
+    """The smallest multiple of `BLOCK_SIZE` that holds whole entries of every paged spec."""
+    return math.lcm(BLOCK_SIZE, *(spec.tokens_per_entry for spec in specs if isinstance(spec, PagedSpec)))
 
 
 def build_batch(
@@ -80,6 +87,6 @@ def _state_table(sequences: Sequence[Rows], cu_seqlens: Sequence[int]) -> StateT
 
 
 def blocks_for(num_tokens: int, first: int = 0) -> tuple[int, ...]:
-    """Blocks for a sequence, from `first` on, in an order that is not theirs in memory."""
+    """Blocks for a sequence, from `first` on, in an order that is not theirs in memory. Larger blocks leave the last unused."""
     count = -(-num_tokens // BLOCK_SIZE)
     return tuple(first + (i ^ 1 if (i ^ 1) < count else i) for i in range(count))

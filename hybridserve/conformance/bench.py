@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridserve.batch import NO_SLOT, Batch, Cache, LayerCaches
-from hybridserve.conformance.batches import BLOCK_SIZE, Rows, blocks_for, build_batch
+from hybridserve.conformance.batches import Rows, block_size_for, blocks_for, build_batch
 from hybridserve.conformance.tolerance import require
 from hybridserve.kv.spec import Spec, StateSpec, TensorSpec
 from hybridserve.mixers.base import Mixer
@@ -29,15 +29,21 @@ GAP = 8
 Forward: TypeAlias = Callable[[Mixer, Tensor, Batch, LayerCaches], Tensor]
 
 
-def allocate(specs: Mapping[str, Spec], num_slots: int = NUM_SLOTS, num_blocks: int = NUM_BLOCKS) -> dict[str, Cache]:
-    """Caches as storage lays them out: one entry of every tensor after the other, so that the first dimension is strided."""
+def allocate(
+    specs: Mapping[str, Spec], num_slots: int = NUM_SLOTS, num_blocks: int = NUM_BLOCKS, block_size: int | None = None
+) -> dict[str, Cache]:
+    """Caches as storage lays them out: one entry of every tensor after the other, so that the first dimension is strided.
+
+    block_size: None for the smallest that suits the specs.
+    """
+    block_size = block_size or block_size_for(specs.values())
     return {
         name: Cache(
             group,
             {
                 tensor.name: _strided_pool(tensor, num_slots, ())
                 if isinstance(spec, StateSpec)
-                else _strided_pool(tensor, num_blocks, (BLOCK_SIZE // spec.tokens_per_entry,))
+                else _strided_pool(tensor, num_blocks, (block_size // spec.tokens_per_entry,))
                 for tensor in spec.tensors
             },
         )
@@ -60,18 +66,26 @@ def poison(dtype: torch.dtype) -> float | int:
 
 @dataclass
 class Bench:
-    """One mixer with caches of its own. `forward` replaces the mixer's, to compare two implementations."""
+    """One mixer with caches of its own. `forward` replaces the mixer's, to compare two implementations.
+
+    `block_size` 0 stands for the smallest that suits the specs.
+    """
 
     mixer: Mixer
     forward: Forward | None = None
+    block_size: int = 0
+    num_slots: int = NUM_SLOTS
+    num_blocks: int = NUM_BLOCKS
     caches: dict[str, Cache] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.caches = allocate(self.mixer.specs())
+        specs = self.mixer.specs()
+        self.block_size = self.block_size or block_size_for(specs.values())
+        self.caches = allocate(specs, self.num_slots, self.num_blocks, self.block_size)
 
     def run(self, x: Tensor, sequences: Sequence[Rows], input_ids: Tensor | None = None) -> Tensor:
         """One pass. x: [T, D]; input_ids: [T], or None for zeros. Returns [T, D]."""
-        batch = build_batch(sequences, self.mixer.specs().values(), input_ids=input_ids)
+        batch = build_batch(sequences, self.mixer.specs().values(), self.block_size, input_ids)
         with torch.no_grad():
             if self.forward is not None:
                 return self.forward(self.mixer, x, batch, self.caches)

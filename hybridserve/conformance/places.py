@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridserve.batch import Cache
-from hybridserve.conformance.batches import BLOCK_SIZE, Rows, blocks_for
+from hybridserve.conformance.batches import Rows, block_size_for, blocks_for
 from hybridserve.conformance.bench import NUM_SLOTS, Bench, is_same, rows_of, run_whole
 from hybridserve.conformance.tolerance import FP32, Tolerance, require
 from hybridserve.kv.arena import plan_cache
@@ -68,11 +68,11 @@ def check_entries(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
     bench.run_chunks(x[:context], [context], 0, blocks)
     before = bench.snapshot()
     bench.run(x[context:], [Rows(length, context, 0, ((length - 1, 0),), blocks)])
-    own = {divmod(position, BLOCK_SIZE) for position in range(context, context + length)}
+    own = {divmod(position, bench.block_size) for position in range(context, context + length)}
     for name, pool in bench.pools().items():
         if bench.is_state(name):
             continue
-        tokens_per_entry = BLOCK_SIZE // pool.shape[1]
+        tokens_per_entry = bench.block_size // pool.shape[1]
         allowed = {(blocks[block], offset // tokens_per_entry) for block, offset in own}
         for page, entry in _changed(pool, before[name]):
             what = f"rows {context} to {context + length - 1} in blocks {blocks}"
@@ -134,11 +134,11 @@ def check_specs(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
     require(mixer.specs() == mixer.specs(), "two calls of specs() differ")
     bench = Bench(mixer)
     before = bench.snapshot()
-    bench.run_chunks(rows_of(mixer, BLOCK_SIZE), [BLOCK_SIZE], slot=1, blocks=(2,))
+    bench.run_chunks(rows_of(mixer, bench.block_size), [bench.block_size], slot=1, blocks=(2,))
     for name, pool in bench.pools().items():
         page = 1 if bench.is_state(name) else 2
         left = pool[page].isnan() if pool.is_floating_point() else pool[page] == before[name][page]
-        require(not left.any(), f"a block of {BLOCK_SIZE} rows: {name} was not written whole")
+        require(not left.any(), f"a block of {bench.block_size} rows: {name} was not written whole")
 
 
 def check_storage(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
@@ -146,14 +146,16 @@ def check_storage(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
     specs = mixer.specs()
     if not specs:
         return
-    size = plan_cache([specs, specs], 2**50, block_size=BLOCK_SIZE).superpage_nbytes
-    plan = plan_cache([specs, specs], _SUPERPAGES * 2 * len(specs) * size, block_size=BLOCK_SIZE)
+    block_size = block_size_for(specs.values())
+    size = plan_cache([specs, specs], 2**50, block_size=block_size).superpage_nbytes
+    plan = plan_cache([specs, specs], _SUPERPAGES * 2 * len(specs) * size, block_size=block_size)
     storage = Storage(plan, torch.device("cpu"))
     require(storage.nbytes == plan.nbytes, f"storage has {storage.nbytes:,} bytes, its plan {plan.nbytes:,}")
     caches = storage.layer_caches(2)[1]
     for name, spec in specs.items():
         for tensor in spec.tensors:
-            _check_view(caches[name].tensors[tensor.name], spec, tensor.shape, tensor.dtype, f"{name}.{tensor.name}")
+            view = caches[name].tensors[tensor.name]
+            _check_view(view, (*_entries(spec, block_size), *tensor.shape), tensor.dtype, f"{name}.{tensor.name}")
     bench, x = Bench(mixer), rows_of(mixer, 7)
     bench.caches = {}
     for group, (name, cache) in enumerate((name, caches[name]) for name in specs):
@@ -164,18 +166,16 @@ def check_storage(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
     tolerance.check(y, run_whole(mixer, x)[0], "chunks of 3 and 4 rows in the engine's own storage")
 
 
-def _check_view(view: Tensor, spec: Spec, shape: tuple[int, ...], dtype: str, name: str) -> None:
-    entries = () if isinstance(spec, StateSpec) else (BLOCK_SIZE // spec.tokens_per_entry,)
-    expected = (*entries, *shape)
+def _check_view(view: Tensor, expected: tuple[int, ...], dtype: str, name: str) -> None:
     require(
         tuple(view.shape[1:]) == expected, f"storage has pages of {tuple(view.shape[1:])} for {name}, its spec says {expected}"
     )
     require(str(view.dtype) == f"torch.{dtype}", f"storage has {name} in {view.dtype}, its spec says {dtype}")
 
 
-def _entries(spec: Spec) -> tuple[int, ...]:
+def _entries(spec: Spec, block_size: int) -> tuple[int, ...]:
     """Dimensions of a page before those of an entry."""
-    return () if isinstance(spec, StateSpec) else (BLOCK_SIZE // spec.tokens_per_entry,)
+    return () if isinstance(spec, StateSpec) else (block_size // spec.tokens_per_entry,)
 
 
 def check_offsets(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
@@ -194,6 +194,7 @@ def check_offsets(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
 def _far_apart(specs: dict[str, Spec]) -> dict[str, Cache]:
     """Two pages of each tensor, 2^31 elements apart, all in one stretch of addresses."""
     apart = 2**31 + 64
+    block_size = block_size_for(specs.values())
     itemsize = max(DTYPE_NBYTES[tensor.dtype] for spec in specs.values() for tensor in spec.tensors)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     arena = torch.frombuffer(mmap.mmap(-1, (apart + 2**24) * itemsize, flags=flags), dtype=torch.uint8)
@@ -201,7 +202,7 @@ def _far_apart(specs: dict[str, Spec]) -> dict[str, Cache]:
     for group, (name, spec) in enumerate(specs.items()):
         tensors = {}
         for tensor in spec.tensors:
-            shape = (*_entries(spec), *tensor.shape)
+            shape = (*_entries(spec, block_size), *tensor.shape)
             inner = torch.empty(shape, device="meta").stride()
             whole, itemsize = arena.view(getattr(torch, tensor.dtype)), DTYPE_NBYTES[tensor.dtype]
             tensors[tensor.name] = whole.as_strided((2, *shape), (apart, *inner), first // itemsize)

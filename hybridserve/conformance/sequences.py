@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridserve.batch import NO_SLOT
-from hybridserve.conformance.batches import BLOCK_SIZE, Rows, blocks_for
+from hybridserve.conformance.batches import Rows, blocks_for
 from hybridserve.conformance.bench import NUM_BLOCKS, NUM_SLOTS, Bench, Forward, poison, rows_of, run_whole
 from hybridserve.conformance.tolerance import FP32, ConformanceError, Tolerance, require
 from hybridserve.kv.spec import PagedSpec
@@ -132,7 +132,7 @@ def check_resume(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
     for saved in range(1, num_rows):
         source.run(x[saved - 1 : saved], [Rows(1, saved - 1, 3 if saved > 1 else NO_SLOT, ((0, 3),), blocks)])
         target = Bench(mixer)
-        used = -(-saved // BLOCK_SIZE)
+        used = -(-saved // source.block_size)
         for name, pool in source.pools().items():
             pages = ((3, 17),) if source.is_state(name) else tuple(zip(blocks[:used], elsewhere[:used], strict=True))
             for old, new in pages:
@@ -193,13 +193,13 @@ def check_window(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
     windows = [spec.window for spec in mixer.specs().values() if isinstance(spec, PagedSpec) and spec.window]
     if not windows:
         return
-    context, length = 30, 3
+    bench = Bench(mixer)
+    context, length = 30 + 2 * bench.block_size, 3
     x = rows_of(mixer, context + length)
     expected, _ = run_whole(mixer, x)
-    bench = Bench(mixer)
     blocks = blocks_for(context + length)
     bench.run_chunks(x[:context], [context], 0, blocks)
-    gone = (context - max(windows) + 1) // BLOCK_SIZE
+    gone = (context - max(windows) + 1) // bench.block_size
     require(gone > 0, f"a window of {max(windows)} loses no block within {context} tokens: test a smaller one")
     for name, pool in bench.pools().items():
         if not bench.is_state(name):

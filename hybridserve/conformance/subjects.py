@@ -3,9 +3,11 @@
 Owns how names, configs and oracles are found and what is said when they are not. Called by the command and the pytest plug-in.
 """
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 import torch
@@ -38,10 +40,10 @@ def find_subjects(target: str, config: str | None = None, oracle: str | None = N
     """The layers that `target` names: a kind, or `file.py:Class`.
 
     `config` is JSON, or the path of a JSON file; without it a built-in kind is checked in all its cases. `oracle` is
-    `file.py:function`. Raises UsageError, or what a plug-in raises.
+    `file.py:function` or `module:function`. Raises UsageError, or what a plug-in raises.
     """
     layer = _layer_in_file(target) if _names_a_file(target) else mixers[target]
-    function = None if oracle is None else _oracle_in_file(oracle)
+    function = None if oracle is None else _find_oracle(oracle)
     cases = CASES.get(target, ())
     if config is None and cases:
         return [Subject(f"{target}: {case.name}", layer, case.config, function or case.oracle) for case in cases]
@@ -69,13 +71,14 @@ def _layer_in_file(target: str) -> type[Mixer]:
     return found[name]
 
 
-def _oracle_in_file(target: str) -> Oracle:
+def _find_oracle(target: str) -> Oracle:
     path, _, name = target.partition(":")
-    if not _names_a_file(target) or not name:
-        raise UsageError(f"--oracle {target}: it must be a function in a Python file; give FILE.py:FUNCTION")
-    function = getattr(load_plugin(path), name, None)
+    if not path or not name:
+        raise UsageError(f"--oracle {target}: it must name a function; give FILE.py:FUNCTION, or MODULE:FUNCTION")
+    module = load_plugin(path) if _names_a_file(target) else _module(path, target)
+    function = getattr(module, name, None)
     if not callable(function):
-        raise UsageError(f"--oracle {target}: {path} has no function called {name!r}; give FILE.py:FUNCTION")
+        raise UsageError(f"--oracle {target}: {path} has no function called {name!r}; give FILE.py:FUNCTION, or MODULE:FUNCTION")
 
     def oracle(mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
         y = function(mixer, x)
@@ -84,6 +87,17 @@ def _oracle_in_file(target: str) -> Oracle:
         return y
 
     return oracle
+
+
+def _module(name: str, target: str) -> ModuleType:
+    """An installed module. A layer that pip installed has its oracle there, where its file is imported once, not twice."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise UsageError(
+            f"--oracle {target}: module {name!r} cannot be imported: {type(error).__name__}: {error}; "
+            "install it, or give FILE.py:FUNCTION"
+        ) from error
 
 
 def _read_json(config: str | None) -> Mapping[str, object]:
