@@ -399,6 +399,127 @@ class OffsetOf32Bits(Attention):
         return Attention.forward(self, x, replace(batch, paged={group: wrong}), caches)
 
 
+# --- what shows only at size ---
+
+
+def drop_starts(batch: Batch, when: bool) -> Batch:
+    return with_starts(batch, lambda s: torch.full_like(s, NO_SLOT) if when else s)
+
+
+@mutant("many_sequences", "a decode table has room for eight sequences: later ones start anew")
+class NinthDecodeStartsAnew(Delta):
+    def forward(self, x, batch, caches):
+        late = batch.max_rows == 1 and batch.num_sequences > 8
+        keep = torch.arange(batch.num_sequences) < 8
+        return self.right(x, with_starts(batch, lambda s: torch.where(keep, s, NO_SLOT)) if late else batch, caches)
+
+
+@mutant("many_sequences", "checkpoints of neighbours are swapped in a wide batch (I2)")
+class CheckpointOfAnother(Delta):
+    def forward(self, x, batch, caches):
+        def change(table: StateTable) -> StateTable:
+            slots = table.write_slots.clone()
+            if batch.num_sequences > 8:
+                slots[[-2, -4]] = slots[[-4, -2]]
+            return replace(table, write_slots=slots)
+
+        return self.right(x, with_states(batch, change), caches)
+
+
+@mutant("long_text", "a checkpoint inside a long pass is one row early (I2)")
+class LongCheckpointEarly(Delta):
+    def forward(self, x, batch, caches):
+        def change(table: StateTable) -> StateTable:
+            last = batch.num_tokens - 1
+            early = (table.write_rows > 64) & (table.write_rows < last)
+            rows = torch.where(early, table.write_rows - 1, table.write_rows)
+            return replace(table, write_rows=rows, write_rows_host=tuple(rows.tolist()))
+
+        return self.right(x, with_states(batch, change), caches)
+
+
+@mutant("long_text", "a long chunk that is not the first starts anew (I6)")
+class LongLaterChunkStartsAnew(Delta):
+    def forward(self, x, batch, caches):
+        return self.right(x, drop_starts(batch, batch.max_rows > 70), caches)
+
+
+@mutant("long_text", "a block table has 32 places")
+class ThirtyTwoBlocks(Attention):
+    def forward(self, x, batch, caches):
+        tables = {}
+        for group, table in batch.paged.items():
+            blocks = table.block_tables.clone()
+            blocks[:, 32:] = blocks[:, 31:32]
+            tables[group] = replace(table, block_tables=blocks)
+        return Attention.forward(self, x, replace(batch, paged=tables), caches)
+
+
+@mutant("long_text", "blocks are taken to have four tokens whatever the table says (I3)")
+class BlocksOfFour(Attention):
+    def forward(self, x, batch, caches):
+        ((group, table),) = batch.paged.items()
+        offset = table.kv_index % table.block_size
+        wrong = replace(table, kv_index=table.kv_index - offset + offset % 4)
+        return Attention.forward(self, x, replace(batch, paged={group: wrong}), caches)
+
+
+@mutant("far_positions", "positions are counted in bfloat16: beyond 256 neighbours are equal")
+class PositionsInBfloat16(Attention):
+    def forward(self, x, batch, caches):
+        return Attention.forward(self, x, replace(batch, positions=batch.positions.bfloat16().long()), caches)
+
+
+@mutant("far_positions", "positions are cut off at the end of a table")
+class PositionsClamped(Attention):
+    def forward(self, x, batch, caches):
+        return Attention.forward(self, x, replace(batch, positions=batch.positions.clamp(max=4095)), caches)
+
+
+@mutant("twins", "what is kept for a pass has no key of the layer: the second layer takes the first one's projection")
+class SharesProjections(Delta):
+    def forward(self, x, batch, caches):
+        (y,) = batch.derived.setdefault("mixed", (self.right(x, batch, caches),))
+        return y
+
+
+@mutant("alternating_users", "the last decode's state stays in the layer, found by the length of the text (R11)")
+class RemembersByLength(Delta):
+    def forward(self, x, batch, caches):
+        y = self.right(x, batch, caches)
+        if batch.num_sequences == 1 and batch.max_rows == 1:
+            y = self.kept.setdefault(batch.kv_lens_host[0], y.clone())
+        return y
+
+    def __init__(self, config, ops, dtype):
+        super().__init__(config, ops, dtype)
+        self.kept: dict[int, Tensor] = {}
+
+
+@mutant("extreme_gates", "a decay of nothing left is divided by: NaN where a gate forgets all at once")
+class DividesByDecay(Delta):
+    def _gates(self, x):
+        log_decay, beta = GatedDelta._gates(self, x)
+        decay = log_decay.exp()
+        return log_decay, beta * (decay / decay)
+
+
+@mutant("float16", "a constant is beyond what float16 holds")
+class OverflowsInFloat16(Attention):
+    def forward(self, x, batch, caches):
+        return Attention.forward(self, x * 70000.0 * (1 / 70000.0) if self.dtype != torch.float16 else x * 70000.0, batch, caches)
+
+
+@mutant("repeats", "one run in five adds up in another order")
+class DiffersOnceInFive(Attention):
+    def forward(self, x, batch, caches):
+        self.runs += 1
+        y = Attention.forward(self, x, batch, caches)
+        return y * (1 + 1e-6) if self.runs % 15 == 0 else y
+
+    runs = 0
+
+
 # --- what is computed ---
 
 

@@ -6,7 +6,7 @@ Owns the list. Called by the command, the pytest plug-in and tests.
 from collections.abc import Callable
 from typing import TypeAlias
 
-from hybridserve.conformance import conduct, places, sequences
+from hybridserve.conformance import conduct, places, scale, sequences
 from hybridserve.conformance.tolerance import Tolerance
 from hybridserve.mixers.base import Mixer
 
@@ -35,6 +35,14 @@ ALL_CHECKS: tuple[Check, ...] = (
     conduct.check_serialise,
     conduct.check_bfloat16,
     conduct.check_global_state,
+    scale.check_many_sequences,
+    scale.check_long_text,
+    scale.check_far_positions,
+    scale.check_twins,
+    scale.check_alternating_users,
+    scale.check_extreme_gates,
+    scale.check_float16,
+    scale.check_repeats,
 )
 
 
