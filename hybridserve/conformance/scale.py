@@ -61,7 +61,8 @@ def check_long_text(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
         bench = Bench(mixer)
         bench = Bench(mixer, block_size=factor * bench.block_size)
         what = f"{_LONG} rows in chunks {lengths}, blocks of {bench.block_size}"
-        done, parts, kept = 0, [], {}
+        done, parts = 0, list[Tensor]()
+        kept: dict[int, int] = {}
         blocks = tuple(range(95, 95 - -(-_LONG // bench.block_size), -1))
         for length in lengths:
             writes = [(length - 1, 0)]
