@@ -453,7 +453,7 @@ def sample(base: str, fraction: float, seed: int) -> list[Variant]:
     found = variants(base)
     if fraction >= 1:
         return found
-    return random.Random(f"{seed}/{base}").sample(found, max(1, round(len(found) * fraction)))
+    return random.Random(f"{seed}/{base}").sample(found, round(len(found) * fraction))
 
 
 def main(arguments: Sequence[str]) -> int:
