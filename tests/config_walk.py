@@ -405,7 +405,7 @@ def judge(variant: Variant, folder: Path) -> Outcome:
 def is_unread(variant: Variant) -> bool:
     """Whether the variant only adds keys that are accepted whatever they hold."""
     unread = HARMLESS_KEYS | asked_keys(variant.base)[1]
-    return all(
+    return len(variant.changes) == 1 and all(
         path[-1] in unread
         and path[:-1] in _sections(base_config(variant.base))
         and path[-1] not in _at(base_config(variant.base), path[:-1])
