@@ -95,7 +95,7 @@ class NativeAttention:
         """See `ops.KvWrite`. values[name]: [T, ...]; cache[name]: [B, block_size, ...], in place."""
         for name, entries in values.items():
             stored = cache[name]
-            check_index(table, stored, len(entries), name)
+            self._bounds.check_entries(name, table, entries, stored)
             if covers(entries, stored) and stored[0, 0].is_contiguous():
                 self._write_one(entries, stored, table)
             else:
@@ -103,7 +103,6 @@ class NativeAttention:
 
     def _write_one(self, entries: Tensor, stored: Tensor, table: PagedTable) -> None:
         """entries: [T, ...]; stored: [B, block_size, ...], in place."""
-        self._bounds.check_entries(table, entries, stored)
         rows = entries.flatten(1) if entries.dim() > 1 else entries.unsqueeze(1)
         rows = dense_rows(rows)
         self._write(
@@ -112,23 +111,6 @@ class NativeAttention:
             *(table.kv_index.data_ptr(), table.block_size, rows.shape[0], rows.shape[1]),
             torch.get_num_threads(),
         )
-
-
-def check_index(table: PagedTable, stored: Tensor, num_rows: int, name: str) -> None:
-    """Raise IndexError where the kernel would write beside the cache: it takes addresses, and these come from a layer's specs."""
-    if stored.shape[1] != table.block_size:
-        raise IndexError(
-            f"kv_write: {name} has {stored.shape[1]} entries in a block, the table {table.block_size}; "
-            "give a table of the cache's own entries"
-        )
-    if len(table.kv_index) != num_rows:
-        raise IndexError(f"kv_write: {num_rows} rows of {name} for {len(table.kv_index)} places; give a place for each row")
-    if num_rows == 0:
-        return
-    lowest, highest = (int(i) for i in torch.aminmax(table.kv_index))
-    limit = len(stored) * table.block_size
-    if lowest < 0 or highest >= limit:
-        raise IndexError(f"kv_write: places {lowest} to {highest} of {name}, which has 0 to {limit - 1}; check the layer's specs")
 
 
 def _takes(q: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None) -> bool:

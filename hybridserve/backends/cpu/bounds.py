@@ -26,13 +26,18 @@ class Bounds:
         if place >= 0:
             raise IndexError(f"{what} {place} is {int(values[place])}; it must be from {low} to {high - 1}")
 
-    def check_entries(self, table: PagedTable, entries: Tensor, cache: Tensor) -> None:
+    def check_entries(self, name: str, table: PagedTable, entries: Tensor, cache: Tensor) -> None:
         """Raise IndexError unless every entry has its place. entries: [T, ...]; cache: [B, block_size, ...]."""
-        if len(entries) != len(table.kv_index):
-            raise IndexError(f"{len(entries)} entries have {len(table.kv_index)} places")
         if cache.shape[1] != table.block_size:
-            raise IndexError(f"a cache has blocks of {cache.shape[1]} entries, but is written at {table.block_size} a block")
-        self.check("kv_index of row", table.kv_index, 0, cache.shape[0] * table.block_size)
+            raise IndexError(
+                f"kv_write: {name} has {cache.shape[1]} entries in a block, the table {table.block_size}; "
+                "give a table of the cache's own entries"
+            )
+        if len(entries) != len(table.kv_index):
+            raise IndexError(
+                f"kv_write: {len(entries)} rows of {name} for {len(table.kv_index)} places; give a place for each row"
+            )
+        self.check(f"kv_write: the place of {name}'s row", table.kv_index, 0, cache.shape[0] * table.block_size)
 
     def check_blocks(self, table: PagedTable, batch: Batch, num_blocks: int, window: int) -> None:
         """Raise IndexError unless every block that a pass reads is one of `num_blocks`."""
