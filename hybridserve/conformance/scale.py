@@ -4,17 +4,18 @@ Each check takes a built mixer with its parameters filled and raises `Conformanc
 """
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from hybridserve.batch import NO_SLOT
 from hybridserve.conformance.batches import Rows, build_batch
-from hybridserve.conformance.bench import Bench, build_again, rows_of, run_whole
+from hybridserve.conformance.bench import Bench, Forward, build_again, rows_of, run_whole
 from hybridserve.conformance.filling import fill
 from hybridserve.conformance.tolerance import FP32, Tolerance, require
 from hybridserve.kv.spec import PagedSpec
-from hybridserve.mixers.base import Mixer
+from hybridserve.mixers.base import Mixer, RecurrentMixer
 
 #: Rows of a long text: more than four tiles of a kernel, more than 32 blocks.
 _LONG = 300
@@ -82,9 +83,12 @@ def check_long_text(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
 def check_far_positions(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
     """Rows at positions from 100,000 on differ from each other as near ones do: positions are not rounded, nor cut off.
 
-    Not for layers whose entries hold several tokens: they count positions themselves. A layer without positions passes.
+    Not for layers whose entries hold several tokens: they count positions themselves. A layer without positions passes. What
+    depends on the position in a `step` may well fade with it, so there `forward` is held to `step` instead.
     """
-    del tolerance
+    if isinstance(mixer, RecurrentMixer) and mixer.needs_positions:
+        _check_far_step(mixer, tolerance)
+        return
     if any(isinstance(spec, PagedSpec) and spec.tokens_per_entry > 1 for spec in mixer.specs().values()):
         return
     x = rows_of(mixer, 12)
@@ -95,6 +99,15 @@ def check_far_positions(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
         f"12 rows: moving the later six by one position changes them by {near:.3g} at position 0 and by {far:.3g} at {_FAR}, "
         "so positions are rounded or cut off there; compute angles in fp32 or fp64",
     )
+
+
+def _check_far_step(mixer: RecurrentMixer, tolerance: Tolerance) -> None:
+    x = rows_of(mixer, 12)
+    rows = [Rows(len(x), _FAR, NO_SLOT, ((len(x) - 1, 0),))]
+    defined, fast = Bench(mixer, cast(Forward, RecurrentMixer.forward)), Bench(mixer)
+    what = f"forward against step, 12 rows from position {_FAR}"
+    tolerance.check(fast.run(x, rows), defined.run(x, rows), what)
+    tolerance.check_states(fast.state(0), defined.state(0), what)
 
 
 def _change_by_position(mixer: Mixer, x: Tensor, first: int) -> float:

@@ -7,7 +7,7 @@ sees block ids' meaning, requests, pools or the scheduler. `step` is the definit
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 import torch
@@ -70,7 +70,11 @@ class Mixer(nn.Module):
 class RecurrentMixer(Mixer):
     """A mixer whose memory has a fixed size. `specs` and `step` make a complete, servable layer."""
 
-    def step(self, x: Tensor, states: States) -> tuple[Tensor, States]:
+    #: Whether `step` is given a third argument, `positions`: int64 [S], 0 for the first token of a request.
+    needs_positions: ClassVar[bool] = False
+
+    # Any, so that a type checker accepts overrides with `positions` and without.
+    def step(self, x: Tensor, states: States, *args: Any, **kwargs: Any) -> tuple[Tensor, States]:
         """One token of each sequence. x: [S, D]; states: see `States`. Returns y: [S, D] and the states afterwards."""
         raise NotImplementedError
 
@@ -84,7 +88,9 @@ class RecurrentMixer(Mixer):
         for t in range(batch.max_rows):
             live = lengths > t
             rows = starts[live] + t
-            y[rows], stepped = self.step(x[rows], {n: {k: v[live] for k, v in per.items()} for n, per in states.items()})
+            before = {n: {k: v[live] for k, v in per.items()} for n, per in states.items()}
+            positions = {"positions": batch.positions[rows]} if self.needs_positions else {}
+            y[rows], stepped = self.step(x[rows], before, **positions)
             for n, per in stepped.items():
                 for k, v in per.items():
                     # Rounded to the stored dtype at every token, so that a chunk's end changes nothing.
