@@ -1,6 +1,6 @@
 """Configs with one key changed, added, removed or null compute what transformers computes, or are refused by the key's name.
 
-Under `slow`: a seeded twentieth of all of them, and all. Another part: HYBRIDSERVE_WALK_SEED=7 pytest tests/test_config_walk.py
+By default a seeded twentieth of all of them; under `slow` all. Another part: HYBRIDSERVE_WALK_SEED=7 pytest tests/test_config_walk.py
 """
 
 import os
@@ -33,7 +33,6 @@ def check(fraction: float, folder: Path, names: list[str]) -> Counter[str]:
     return counts
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(4))
 def test_i37_a_part_of_all_keys_equals_transformers_or_is_refused_by_name(part: int, tmp_path: Path) -> None:
