@@ -27,7 +27,7 @@ from torch import Tensor
 from hybridserve.backends.select import select
 from hybridserve.errors import ModelError, UnsupportedModelError
 from hybridserve.models import CausalLM, build_model, load_weights, reader, resolve
-from hybridserve.models.config_keys import HARMLESS_KEYS, NEUTRAL, family_of
+from hybridserve.models.config_keys import HARMLESS_KEYS, NEUTRAL, Family
 from tests.checkpoints import TINY, VOCAB_SIZE, fill, read_config, released_config, rewrite_config, save
 from tests.driver import Driver
 
@@ -143,8 +143,8 @@ def _at(config: Mapping[str, object], path: Path_) -> Config:
 
 
 @cache
-def asked_keys(base: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The keys whose values a reader asks for on a base, and those that it ignores whatever they hold."""
+def asked_keys(base: str) -> tuple[frozenset[str], frozenset[str], Family]:
+    """The keys whose values a reader asks for on a base, those that it ignores whatever they hold, and what its file declares."""
     asked: set[str] = set()
     readers: list[reader.ConfigReader] = []
 
@@ -166,7 +166,8 @@ def asked_keys(base: str) -> tuple[frozenset[str], frozenset[str]]:
     with patch.object(reader.ConfigReader, "__init__", record), tempfile.TemporaryDirectory() as folder:
         rewrite_config(Path(folder), base_config(base))
         lay_out(Path(folder))
-    return frozenset(asked), frozenset(key for one in readers for key in one._seen).difference(asked)
+    ignored = frozenset(key for one in readers for key in one._seen).difference(asked)
+    return frozenset(asked), ignored, readers[0].family
 
 
 @cache
@@ -174,8 +175,8 @@ def known_values() -> dict[str, list[object]]:
     """Every key of every class and reader, with the values that it has in any base or class."""
     found: dict[str, list[object]] = {key: [] for key in HARMLESS_KEYS}
     for base in bases():
-        family = family_of(str(base_config(base)["architectures"][0]))  # type: ignore[index]
-        found |= {key: [] for keys in (*asked_keys(base), family.unused, family.same) for key in keys if key not in found}
+        asked, ignored, family = asked_keys(base)
+        found |= {key: [] for keys in (asked, ignored, family.unused, family.same) for key in keys if key not in found}
         for key, values in (*NEUTRAL.items(), *family.stated.items()):
             known = found.setdefault(key, [])
             known += [value for value in values if value not in known]

@@ -1,6 +1,7 @@
 """Configs with one key changed, added, removed or null compute what transformers computes, or are refused by the key's name.
 
-By default a seeded twentieth of all of them; under `slow` all. Another part: HYBRIDSERVE_WALK_SEED=7 pytest tests/test_config_walk.py
+By default a seeded twentieth of all of them, under `slow` all. Another part: HYBRIDSERVE_WALK_SEED=7 pytest
+tests/test_config_walk.py.
 """
 
 import os

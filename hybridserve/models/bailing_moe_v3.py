@@ -11,6 +11,7 @@ from hybridserve.backends.ops import Ops
 from hybridserve.mixers.kda import KDAConfig
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import FP32_ROUTER, OFF, ON, Family
 from hybridserve.models.decoder import CausalLM
 from hybridserve.models.deepseek_v3 import (
     RENAMES,
@@ -42,6 +43,24 @@ _RENAMES = (
 @architectures.register("BailingHybridForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Ling 3."""
+    config.declare(
+        Family(
+            rotates=True,
+            stated={
+                **FP32_ROUTER,
+                "no_kda_lora": ON,
+                "gated_attention_proj_granularity_type": ("head_wise", "headwise"),
+                "use_qk_norm": ON,
+                "use_mla_nope": OFF,
+                "rope_interleave": ON,
+                "score_function": ("sigmoid",),
+                "moe_router_enable_expert_bias": ON,
+                "moe_router_enable_routed_scaling": ON,
+                "moe_router_enable_shared_expert": ON,
+            },
+            same={"moe_shared_expert_intermediate_size": ("moe_intermediate_size", None)},
+        )
+    )
     # `head_dim` is the delta layer's in the release; transformers saves it as `linear_head_dim` and puts another number there.
     head_dim = config.read_size("linear_head_dim", config.read_size("head_dim", 128))
     config.ignore(*UNUSED_KEYS, "mtp_loss_scaling_factor")

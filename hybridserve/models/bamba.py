@@ -11,6 +11,7 @@ from hybridserve.mixers.base import Mixer, mixers
 from hybridserve.mixers.mamba2 import Mamba2Config
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.falcon_h1 import WEIGHTS
 from hybridserve.models.granite_moe_hybrid import read_mamba_head_dim, read_time_step_limit
@@ -64,6 +65,7 @@ def _read_mamba(config: ConfigReader) -> Mamba2Config:
 @architectures.register("BambaForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Bamba."""
+    config.declare(Family(norms_qk=False, rotates=True))
     config.expect("hidden_act", "silu")
     config.ignore("z_loss_coefficient")  # of training
     info = read_info(config)

@@ -1,9 +1,9 @@
 """Keys of published configs that no architecture reads, and why each may stay unread.
 
-Owns three tables. `HARMLESS` keys never change what a text decoder computes in inference. `NEUTRAL` keys would, but not with
+Owns two tables. `HARMLESS` keys never change what a text decoder computes in inference. `NEUTRAL` keys would, but not with
 the values listed, which say that something is absent that no class here has, or present that all have; a class that differs reads
-the key itself. `family_of` tells what is true of one architecture alone. Everything else that is unread is refused by name. Must
-not know how keys are read (`reader.py`).
+the key itself. A `Family` is what is true of one architecture alone: its own file has it. Everything else that is unread is
+refused by name. Must not know how keys are read (`reader.py`), nor any architecture.
 """
 
 from collections.abc import Mapping
@@ -67,12 +67,12 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 HARMLESS_KEYS: Final = frozenset(key for keys in HARMLESS.values() for key in keys)
 
-_OFF = (False,)
-_ON = (True,)
+OFF = (False,)
+ON = (True,)
 _NONE = (0,)
 _ONE = (1,)
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("causal", "is_causal", "use_causal_mask", "use_rmsnorm", "use_rms_norm"), _ON),
+    **dict.fromkeys(("causal", "is_causal", "use_causal_mask", "use_rmsnorm", "use_rms_norm"), ON),
     **dict.fromkeys(
         (
             *("rope_interleaved", "use_sliding_window", "use_bidirectional_attention", "bidirectional", "add_cross_attention"),
@@ -83,7 +83,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
             *("residual_in_fp32", "use_double_wide_mlp", "moe_shared_expert_gate", "norm_head", "norm_softmax"),
             *("apply_residual_connection_post_layernorm", "language_model_only", "use_expert_bias"),
         ),
-        _OFF,
+        OFF,
     ),
     **dict.fromkeys(
         (
@@ -106,121 +106,33 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 
 
+_QK_KEYS = ("use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm")
+_ROPE_KEYS = ("use_rope", "use_rotary", "use_rotary_embedding", "use_rotary_pos_emb")
+
+
 @dataclass(frozen=True)
 class Family:
-    """What is true of one architecture. Keys that are `unused` may hold anything, those of `stated` one of the values given.
-    A key of `same` must hold what another key does, or if that is absent the value beside it.
+    """What published configs of one architecture state that its class does in any case; its file declares it to the reader.
+
+    Keys that are `unused` may hold anything, those of `stated` one of the values given. A key of `same` must hold what another
+    key does, or if that is absent the value beside it. `norms_qk` and `rotates` say whether queries and keys are normed, and
+    turned by positions, where that is no matter of the config: several keys state them.
     """
 
     unused: frozenset[str] = frozenset()
     stated: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     same: Mapping[str, tuple[str, object]] = field(default_factory=dict)
+    norms_qk: bool | None = None
+    rotates: bool | None = None
+
+    def values_of(self, key: str) -> tuple[object, ...]:
+        """The values with which a key that nobody read changes nothing."""
+        for value, keys in ((self.norms_qk, _QK_KEYS), (self.rotates, _ROPE_KEYS)):
+            if value is not None and key in keys and key not in self.stated:
+                return (value,)
+        return self.stated.get(key, NEUTRAL.get(key, ()))
 
 
-_QK_KEYS = ("use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm")
-_ROPE_KEYS = ("use_rope", "use_rotary", "use_rotary_embedding", "use_rotary_pos_emb")
-#: Whether queries and keys are normed, by architecture.
-_QK_NORMS: Mapping[bool, tuple[str, ...]] = {
-    True: (
-        *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
-        *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Qwen4ExpForCausalLM"),
-        *("Qwen4ExpForConditionalGeneration", "Olmo3ForCausalLM", "OlmoHybridForCausalLM", "Gemma3ForCausalLM"),
-        *("Gemma3ForConditionalGeneration", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM", "LaraMiniForCausalLM"),
-    ),
-    False: (
-        *("LlamaForCausalLM", "GptOssForCausalLM", "GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM", "BambaForCausalLM"),
-        *("JambaForCausalLM", "Zamba2ForCausalLM", "NemotronHForCausalLM", "MiniMaxForCausalLM", "MiniMaxM1ForCausalLM"),
-        "MiniMaxText01ForCausalLM",
-    ),
-}
-#: Whether positions turn queries and keys, where that is no matter of the config.
-_ROTATES: Mapping[bool, tuple[str, ...]] = {
-    True: (
-        *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
-        *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Qwen4ExpForCausalLM", "Olmo3ForCausalLM"),
-        *("Qwen4ExpForConditionalGeneration", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Lfm2ForCausalLM"),
-        *("Lfm2MoeForCausalLM", "Lfm3ForCausalLM", "LlamaForCausalLM", "GptOssForCausalLM", "FalconH1ForCausalLM"),
-        *("BambaForCausalLM", "MiniMaxForCausalLM", "MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM", "DeepseekV3ForCausalLM"),
-        *("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "Glm4MoeLiteForCausalLM", "BailingMoeV3ForCausalLM"),
-        "BailingHybridForCausalLM",
-    ),
-    False: ("JambaForCausalLM", "NemotronHForCausalLM", "KimiLinearForCausalLM", "Glm5NextForConditionalGeneration"),
-}
+#: Routers whose scores the class computes in fp32 in any case.
 _FP32 = ("float32", "fp32")
-_FP32_ROUTER: Mapping[str, tuple[object, ...]] = {"router_dtype": _FP32, "moe_router_dtype": _FP32}
-#: Of Qwen3.5's gated norm, under the name that its kernels use.
-_QWEN3_5 = Family(
-    unused=frozenset({"sliding_window", "max_window_layers"}),  # they count only with use_sliding_window
-    stated={"output_gate_type": ("swish", "silu")},
-)
-_LING = Family(
-    stated={
-        **_FP32_ROUTER,
-        "no_kda_lora": _ON,
-        "gated_attention_proj_granularity_type": ("head_wise", "headwise"),
-        "use_qk_norm": _ON,  # of the delta layers, whose keys and queries are unit vectors
-        "use_mla_nope": _OFF,
-        "rope_interleave": _ON,
-        "score_function": ("sigmoid",),
-        **dict.fromkeys(
-            ("moe_router_enable_expert_bias", "moe_router_enable_routed_scaling", "moe_router_enable_shared_expert"), _ON
-        ),
-    },
-    same={"moe_shared_expert_intermediate_size": ("moe_intermediate_size", None)},
-)
-_MAMBA = Family(
-    stated={"rms_norm": _ON, "ssm_cfg": ({},)},
-    same={"d_model": ("hidden_size", None), "d_inner": ("intermediate_size", None), "n_layer": ("num_hidden_layers", None)},
-)
-_MINIMAX = Family(unused=frozenset({"shared_moe_mode"}))  # of a shared expert, whose size must be 0
-
-_BY_NAME: Mapping[str, Family] = {
-    "BailingMoeV3ForCausalLM": _LING,
-    "BailingHybridForCausalLM": _LING,
-    # Sizes and steps that only initialise.
-    "FalconH1ForCausalLM": Family(
-        unused=frozenset({"mlp_expansion_factor", "time_step_min", "time_step_max", "time_step_floor"}),
-    ),
-    "GlmMoeDsaForCausalLM": Family(stated=_FP32_ROUTER),
-    "Glm4MoeLiteForCausalLM": Family(stated=_FP32_ROUTER),
-    "DeepseekV3ForCausalLM": Family(stated=_FP32_ROUTER),
-    "DeepseekV32ForCausalLM": Family(stated=_FP32_ROUTER),
-    "KimiLinearForCausalLM": Family(stated=_FP32_ROUTER),
-    "Glm5NextForConditionalGeneration": Family(
-        # The two flags that only restate the kind of the layers.
-        stated={**_FP32_ROUTER, "mhc": _ON, "mla_use_nope": _ON, "index_kpool_compress": _ON},
-    ),
-    "GptOssForCausalLM": Family(stated={"mlp_bias": _ON}),
-    "MambaForCausalLM": _MAMBA,
-    "FalconMambaForCausalLM": _MAMBA,
-    "Mamba2ForCausalLM": _MAMBA,
-    "MiniMaxForCausalLM": _MINIMAX,
-    "MiniMaxM1ForCausalLM": _MINIMAX,
-    "MiniMaxText01ForCausalLM": _MINIMAX,
-    "NemotronHForCausalLM": Family(
-        unused=frozenset({"time_step_rank"}),
-        stated=_FP32_ROUTER,
-        same={"attention_head_dim": ("head_dim", 128), "rms_norm_eps": ("layer_norm_epsilon", 1e-5)},
-    ),
-    "OlmoHybridForCausalLM": Family(stated={"linear_use_gate": _ON}),
-    "Qwen3NextForCausalLM": _QWEN3_5,
-    "Qwen3_5ForCausalLM": _QWEN3_5,
-    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
-    "Qwen3_5MoeForCausalLM": _QWEN3_5,
-    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
-    # The dtypes of tensors are in the headers of their files.
-    "Qwen4ExpForCausalLM": Family(unused=frozenset({"ple_embedding_dtype"})),
-    "Qwen4ExpForConditionalGeneration": Family(unused=frozenset({"ple_embedding_dtype"})),
-    "Zamba2ForCausalLM": Family(stated={"use_shared_block_adapter": _OFF}, same={"ffn_hidden_size": ("intermediate_size", None)}),
-}
-
-
-def family_of(architecture: str) -> Family:
-    """What is true of an architecture; nothing of one that is not listed."""
-    known = _BY_NAME.get(architecture, Family())
-    flags: dict[str, tuple[object, ...]] = {}
-    for table, keys in ((_QK_NORMS, _QK_KEYS), (_ROTATES, _ROPE_KEYS)):
-        for value, names in table.items():
-            if architecture in names:
-                flags |= dict.fromkeys(keys, (value,))
-    return Family(known.unused, {**flags, **known.stated}, known.same)
+FP32_ROUTER: Mapping[str, tuple[object, ...]] = {"router_dtype": _FP32, "moe_router_dtype": _FP32}

@@ -17,6 +17,7 @@ from hybridserve.mixers.mla import MLAConfig
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.mixers.rotary import RotaryConfig, YarnScaling
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import FP32_ROUTER, Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer, ModelInfo
 from hybridserve.models.mlp import SwiGLU
 from hybridserve.models.moe import MoE, MoeConfig
@@ -209,6 +210,7 @@ ROUTING = RoutingDefaults(2.5, 8, 4)
 @architectures.register("DeepseekV3ForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a DeepSeek-V3."""
+    config.declare(Family(rotates=True, stated=FP32_ROUTER))
     num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
     dense = config.read("first_k_dense_replace", int, 3)
     sparse = [i >= dense for i in range(num_layers)]

@@ -14,6 +14,7 @@ from hybridserve.mixers.index import IndexConfig
 from hybridserve.mixers.indexed_mla import IndexedMLAConfig
 from hybridserve.mixers.mla import MLAConfig
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import FP32_ROUTER, Family
 from hybridserve.models.decoder import CausalLM
 from hybridserve.models.deepseek_v3 import ROUTING, assemble, read_attention, read_info, read_sigmoid_moe, read_sparse_layers
 from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
@@ -46,6 +47,7 @@ def expect_indexed(config: ConfigReader, num_layers: int) -> None:
 @architectures.register("DeepseekV32ForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a DeepSeek-V3.2."""
+    config.declare(Family(rotates=True, stated=FP32_ROUTER))
     num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
     expect_indexed(config, num_layers)
     config.expect("rope_interleave", True)  # the published class has no other way

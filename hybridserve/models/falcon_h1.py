@@ -12,6 +12,7 @@ from hybridserve.mixers.base import mixers
 from hybridserve.mixers.mamba2 import Mamba2Config
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.granite_moe_hybrid import read_mamba_head_dim, read_time_step_limit
 from hybridserve.models.llama import read_info
@@ -42,6 +43,13 @@ WEIGHTS = WeightMap(
 @architectures.register("FalconH1ForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Falcon-H1."""
+    config.declare(
+        Family(
+            norms_qk=False,
+            rotates=True,
+            unused=frozenset({"mlp_expansion_factor", "time_step_floor", "time_step_max", "time_step_min"}),
+        )
+    )
     config.expect("hidden_act", "silu")
     config.expect("mamba_use_mlp", True)
     config.ignore("layer_types", "layers_block_type")  # every layer is the same

@@ -13,6 +13,7 @@ from hybridserve.mixers.base import mixers
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.mixers.rotary import RotaryConfig
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer, ModelInfo
 from hybridserve.models.mlp import SwiGLU
 from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
@@ -92,6 +93,7 @@ def _read_info(text: ConfigReader) -> ModelInfo:
 @architectures.register("Gemma3ForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Gemma 3."""
+    config.declare(Family(norms_qk=True, rotates=True))
     text = _text(config)
     text.expect("hidden_activation", "gelu_pytorch_tanh")
     text.expect("use_bidirectional_attention", False)

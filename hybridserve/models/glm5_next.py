@@ -19,6 +19,7 @@ from hybridserve.mixers.indexed_mla import IndexedMLAConfig
 from hybridserve.mixers.kda import KDAConfig
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import FP32_ROUTER, ON, Family
 from hybridserve.models.decoder import CausalLM, Streams
 from hybridserve.models.deepseek_v3 import (
     RENAMES,
@@ -116,6 +117,7 @@ class EqualStreams(Streams):
 @architectures.register("Glm5NextForConditionalGeneration")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out the text part of a GLM-5.3-Flash."""
+    config.declare(Family(rotates=False, stated={**FP32_ROUTER, "mhc": ON, "mla_use_nope": ON, "index_kpool_compress": ON}))
     config.ignore(*_VISION_KEYS)
     text = config.nested("text_config") if config.has("text_config") else config
     text.ignore(*_UNUSED_KEYS)

@@ -10,6 +10,7 @@ from hybridserve.backends.ops import Ops
 from hybridserve.errors import UnsupportedModelError
 from hybridserve.mixers.base import mixers
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import FP32_ROUTER, Family
 from hybridserve.models.decoder import CausalLM
 from hybridserve.models.deepseek_v3 import (
     RoutingDefaults,
@@ -42,6 +43,7 @@ def read_indexer_types(config: ConfigReader, num_layers: int) -> list[str]:
 @architectures.register("GlmMoeDsaForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a GLM-5."""
+    config.declare(Family(rotates=True, stated=FP32_ROUTER))
     num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
     expect_indexed(config, num_layers)
     config.expect("rope_interleave", True)  # the published class has no other way

@@ -14,6 +14,7 @@ from hybridserve.mixers.attention import AttentionConfig
 from hybridserve.mixers.base import mixers
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import ON, Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.llama import read_info
 from hybridserve.models.moe import MoE, MoeConfig
@@ -102,6 +103,7 @@ def _read_attention(config: ConfigReader, max_positions: int, window: int | None
 @architectures.register("GptOssForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a gpt-oss."""
+    config.declare(Family(norms_qk=False, rotates=True, stated={"mlp_bias": ON}))
     config.ignore("initial_context_length")  # the yarn parameters carry it
     info = read_info(config)
     eps, moe = config.read("rms_norm_eps", float), _read_moe(config)

@@ -16,6 +16,7 @@ from hybridserve.mixers.base import Mixer, mixers
 from hybridserve.mixers.mamba2 import Mamba2Config
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.llama import read_info
 from hybridserve.models.mlp import SwiGLU
@@ -57,6 +58,7 @@ _MAMBA_KEYS = (
 @architectures.register("GraniteMoeHybridForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Granite 4."""
+    config.declare(Family(norms_qk=False))
     config.expect("hidden_act", "silu")
     config.expect("normalization_function", "rmsnorm")
     info = read_info(config)

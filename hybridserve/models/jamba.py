@@ -13,6 +13,7 @@ from hybridserve.mixers.base import Mixer, mixers
 from hybridserve.mixers.mamba1 import Mamba1Config
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.llama import read_info
 from hybridserve.models.mamba import read_time_step_rank
@@ -96,6 +97,7 @@ def _read_moe(config: ConfigReader) -> MoeConfig | None:
 @architectures.register("JambaForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Jamba."""
+    config.declare(Family(norms_qk=False, rotates=False))
     config.expect("hidden_act", "silu")
     # Choices of kernels and of what training returns.
     config.ignore("use_mambapy", "use_associative_scan", "calc_logits_for_entire_prompt", "n_ctx")

@@ -18,6 +18,7 @@ from hybridserve.mixers.kda import KDAConfig
 from hybridserve.mixers.mla import MLAConfig
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import FP32_ROUTER, Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer, ModelInfo
 from hybridserve.models.deepseek_v3 import (
     RENAMES,
@@ -144,6 +145,7 @@ def make_hybrid_layers(
 @architectures.register("KimiLinearForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Kimi Linear."""
+    config.declare(Family(rotates=False, stated=FP32_ROUTER))
     refuse_kimi_k3(config)
     config.ignore(*_UNUSED_KEYS)
     config.expect("mla_use_nope", True)

@@ -13,6 +13,7 @@ from hybridserve.mixers.base import Mixer, mixers
 from hybridserve.mixers.gated_delta import GatedDeltaConfig
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.llama import read_info
 from hybridserve.models.moe import MoE, MoeConfig
@@ -77,6 +78,7 @@ def _read_moe(config: ConfigReader) -> MoeConfig:
 @architectures.register("LaraMiniForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Lara Mini."""
+    config.declare(Family(norms_qk=True))
     info = read_info(config)
     eps, moe, delta = config.read("rms_norm_eps", float), _read_moe(config), read_gated_delta(config)
     sliding = msgspec.structs.replace(_read_attention(config, info.max_positions), window=config.read_size("sliding_window", 512))

@@ -13,6 +13,7 @@ from hybridserve.mixers.base import Mixer, mixers
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.mixers.short_conv import ShortConvConfig
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.llama import read_info
 from hybridserve.models.mlp import SwiGLU
@@ -68,6 +69,7 @@ def read_kinds(config: ConfigReader) -> list[str]:
 @architectures.register("Lfm2ForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out an LFM2."""
+    config.declare(Family(norms_qk=True, rotates=True))
     config.ignore(*_UNUSED_KEYS)
     config.expect("block_use_swiglu", True)
     config.expect("use_pos_enc", True)

@@ -12,6 +12,7 @@ from hybridserve.backends.ops import Ops
 from hybridserve.mixers.base import Mixer, mixers
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.lfm2 import ATTENTION_RENAMES, RENAMES, RULES, read_attention, read_conv, read_kinds, read_tied
 from hybridserve.models.llama import read_info
@@ -54,6 +55,7 @@ def _read_moe(config: ConfigReader) -> MoeConfig:
 @architectures.register("Lfm2MoeForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out an LFM2 with experts."""
+    config.declare(Family(norms_qk=True, rotates=True))
     info = read_info(config)
     eps, width = config.read("norm_eps", float), config.read_size("intermediate_size")
     moe, num_dense = _read_moe(config), config.read("num_dense_layers", int, 2)

@@ -14,6 +14,7 @@ from hybridserve.mixers.base import Mixer, mixers
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.mixers.rotary import RotaryConfig
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.lfm2 import RENAMES, RULES, read_conv, read_tied
 from hybridserve.models.llama import read_info
@@ -60,6 +61,7 @@ def _read_attention(config: ConfigReader, rotary: RotaryConfig, window: int | No
 @architectures.register("Lfm3ForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out an LFM3."""
+    config.declare(Family(norms_qk=True, rotates=True))
     config.spell("norm_eps", "rms_norm_eps")
     info = read_info(config)
     eps, width = config.read("norm_eps", float), config.read_size("intermediate_size")

@@ -11,6 +11,7 @@ from hybridserve.mixers.attention import AttentionConfig
 from hybridserve.mixers.base import mixers
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer, ModelInfo
 from hybridserve.models.mlp import SwiGLU
 from hybridserve.models.reader import MAX_LAYERS, ConfigReader
@@ -63,6 +64,7 @@ def read_info(config: ConfigReader) -> ModelInfo:
 @architectures.register("LlamaForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Llama."""
+    config.declare(Family(norms_qk=False, rotates=True))
     # Slices the projections to imitate a tensor-parallel run; mathematically the same, so any value will do.
     config.ignore("pretraining_tp")
     info = read_info(config)

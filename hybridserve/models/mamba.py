@@ -14,10 +14,17 @@ from hybridserve.backends.ops import Ops
 from hybridserve.mixers.base import mixers
 from hybridserve.mixers.mamba1 import Mamba1Config
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import ON, Family
 from hybridserve.models.decoder import CausalLM
 from hybridserve.models.mamba2 import UNUSED_KEYS, build_tower
 from hybridserve.models.mamba2 import WEIGHTS as MAMBA2_WEIGHTS
 from hybridserve.models.reader import MAX_LAYERS, ConfigReader
+
+#: What published configs state that this class has no other way than to do.
+_FAMILY = Family(
+    stated={"rms_norm": ON, "ssm_cfg": ({},)},
+    same={"d_model": ("hidden_size", None), "d_inner": ("intermediate_size", None), "n_layer": ("num_hidden_layers", None)},
+)
 
 WEIGHTS = replace(MAMBA2_WEIGHTS, renames=(*MAMBA2_WEIGHTS.renames, (r"\.dt_bias$", ".dt_proj.bias")))
 
@@ -57,10 +64,12 @@ def _build(config: ConfigReader, inner_norms: Literal["none", "plain"], ops: Ops
 @architectures.register("MambaForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Mamba."""
+    config.declare(_FAMILY)
     return _build(config, "none", ops, dtype)
 
 
 @architectures.register("FalconMambaForCausalLM")
 def build_falcon(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Falcon Mamba."""
+    config.declare(_FAMILY)
     return _build(config, "plain", ops, dtype)

@@ -13,6 +13,7 @@ from hybridserve.mixers.base import Mixer, mixers
 from hybridserve.mixers.mamba2 import Mamba2Config
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import ON, Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer, ModelInfo, Streams
 from hybridserve.models.granite_moe_hybrid import read_time_step_limit
 from hybridserve.models.reader import MAX_LAYERS, ConfigReader
@@ -117,6 +118,16 @@ def _read_mamba(config: ConfigReader) -> Mamba2Config:
 @architectures.register("Mamba2ForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Mamba-2."""
+    config.declare(
+        Family(
+            stated={"rms_norm": ON, "ssm_cfg": ({},)},
+            same={
+                "d_model": ("hidden_size", None),
+                "d_inner": ("intermediate_size", None),
+                "n_layer": ("num_hidden_layers", None),
+            },
+        )
+    )
     # The last two: the published class always norms, and always after the gate.
     config.ignore(*UNUSED_KEYS, "time_step_rank", "layer_types", "rms_norm", "norm_before_gate")
     config.expect("hidden_act", "silu")

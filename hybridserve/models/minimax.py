@@ -21,6 +21,7 @@ from hybridserve.mixers.base import Mixer, mixers
 from hybridserve.mixers.lightning import LightningConfig
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import CausalLM, Layer
 from hybridserve.models.llama import read_info
 from hybridserve.models.moe import MoE, MoeConfig
@@ -160,6 +161,7 @@ def _ignore_weights(config: ConfigReader, kind: str) -> None:
 @architectures.register("MiniMaxForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a MiniMax."""
+    config.declare(Family(norms_qk=False, rotates=True, unused=frozenset({"shared_moe_mode"})))
     config.ignore("block_size")  # rows that the published code computes together
     config.expect("hidden_act", "silu")
     config.expect("postnorm", True)

@@ -17,6 +17,7 @@ from hybridserve.mixers.base import mixers
 from hybridserve.mixers.mamba2 import Mamba2Config
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import FP32_ROUTER, Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.llama import read_info
 from hybridserve.models.mlp import PlainMLP
@@ -152,6 +153,15 @@ def _read_moe(config: ConfigReader) -> MoeConfig:
 @architectures.register("NemotronHForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Nemotron-H."""
+    config.declare(
+        Family(
+            norms_qk=False,
+            rotates=False,
+            unused=frozenset({"time_step_rank"}),
+            stated=FP32_ROUTER,
+            same={"attention_head_dim": ("head_dim", 128), "rms_norm_eps": ("layer_norm_epsilon", 1e-05)},
+        )
+    )
     config.ignore(*_UNUSED_KEYS)
     config.expect("mlp_hidden_act", "relu2")
     config.expect("residual_in_fp32", False)

@@ -12,6 +12,7 @@ from hybridserve.mixers.base import Mixer, mixers
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.mixers.rotary import RotaryConfig
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.llama import read_info
 from hybridserve.models.mlp import SwiGLU
@@ -68,6 +69,7 @@ def make_post_norm_layer(config: ConfigReader, mixer: Mixer, ops: Ops, dtype: to
 @architectures.register("Olmo3ForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out an Olmo 3."""
+    config.declare(Family(norms_qk=True, rotates=True))
     config.expect("hidden_act", "silu")
     info = read_info(config)
     num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)

@@ -13,6 +13,7 @@ from hybridserve.mixers.base import mixers
 from hybridserve.mixers.gated_delta import GatedDeltaConfig
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import ON, Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.llama import read_info
 from hybridserve.models.mlp import SwiGLU
@@ -101,6 +102,7 @@ def _has_positions(config: ConfigReader) -> bool:
 @architectures.register("OlmoHybridForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out an Olmo Hybrid."""
+    config.declare(Family(norms_qk=True, stated={"linear_use_gate": ON}))
     config.expect("hidden_act", "silu")
     config.ignore(*_UNUSED_KEYS)
     info = read_info(config)

@@ -8,6 +8,7 @@ import torch
 from hybridserve.backends.ops import Ops
 from hybridserve.mixers.attention import AttentionConfig
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import CausalLM
 from hybridserve.models.llama import build_decoder, read_info
 from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_layer_types
@@ -38,5 +39,6 @@ def read_attention(config: ConfigReader, max_positions: int, *, default_head_dim
 @architectures.register("Qwen3ForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Qwen3."""
+    config.declare(Family(norms_qk=True, rotates=True))
     info = read_info(config)
     return build_decoder(config, read_attention(config, info.max_positions), info, ops, dtype)

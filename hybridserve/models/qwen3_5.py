@@ -9,12 +9,21 @@ import torch
 
 from hybridserve.backends.ops import Ops
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import CausalLM
 from hybridserve.models.mlp import SwiGLU
 from hybridserve.models.moe import MoE
 from hybridserve.models.qwen3_next import IGNORED, RENAMES, RULES, final_norm, make_layers, read_info, read_kinds, read_moe
 from hybridserve.models.reader import ConfigReader
 from hybridserve.models.weights import WeightMap
+
+#: What published configs state that this class has no other way than to do.
+_FAMILY = Family(
+    norms_qk=True,
+    rotates=True,
+    unused=frozenset({"max_window_layers", "sliding_window"}),
+    stated={"output_gate_type": ("swish", "silu")},
+)
 
 _PREFIXES = ("model.language_model.", "model.")
 #: Of the wrapper: tokens that stand for images, and the vision tower.
@@ -27,6 +36,7 @@ _DRAFT_KEYS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mtp_lay
 @architectures.register("Qwen3_5ForCausalLM")
 def build_dense(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Qwen3.5 with dense MLPs."""
+    config.declare(_FAMILY)
     text = _text(config)
     hidden, width = text.read_size("hidden_size"), text.read_size("intermediate_size")
     # Of the sizes with experts; some dense releases carry them as 0 or unused.
@@ -39,6 +49,7 @@ def build_dense(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
 @architectures.register("Qwen3_5MoeForCausalLM")
 def build_moe(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Qwen3.5 with experts in every layer."""
+    config.declare(_FAMILY)
     text = _text(config)
     text.expect("mlp_only_layers", [])
     text.expect("decoder_sparse_step", 1)

@@ -10,6 +10,7 @@ from hybridserve.backends.ops import Ops
 from hybridserve.mixers.base import mixers
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer
 from hybridserve.models.llama import read_info
 from hybridserve.models.mlp import SwiGLU
@@ -40,6 +41,7 @@ def read_moe(config: ConfigReader) -> MoeConfig:
 @architectures.register("Qwen3MoeForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Qwen3 with experts."""
+    config.declare(Family(norms_qk=True, rotates=True))
     info = read_info(config)
     eps, width = config.read("rms_norm_eps", float), config.read_size("intermediate_size")
     head_dim = max(1, info.hidden_size // config.read_size("num_attention_heads"))

@@ -16,6 +16,7 @@ from hybridserve.mixers.base import Mixer, mixers
 from hybridserve.mixers.gated_delta import GatedDeltaConfig
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import Branch, CausalLM, DecoderLayer, ModelInfo
 from hybridserve.models.mlp import SwiGLU
 from hybridserve.models.moe import MoE, MoeConfig
@@ -174,6 +175,14 @@ def _projections(config: GatedDeltaConfig) -> tuple[Rule, ...]:
 @architectures.register("Qwen3NextForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Qwen3-Next."""
+    config.declare(
+        Family(
+            norms_qk=True,
+            rotates=True,
+            unused=frozenset({"max_window_layers", "sliding_window"}),
+            stated={"output_gate_type": ("swish", "silu")},
+        )
+    )
     info = read_info(config)
     num_layers = config.read_size("num_hidden_layers", most=MAX_LAYERS)
     moe, width = read_moe(config), config.read_size("intermediate_size")

@@ -23,6 +23,7 @@ from hybridserve.mixers.linear import Linear
 from hybridserve.mixers.ngram import NgramConfig
 from hybridserve.mixers.norm import GroupedRMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import Family
 from hybridserve.models.decoder import CausalLM, ModelInfo, Streams
 from hybridserve.models.moe import MoE
 from hybridserve.models.qwen3_next import IGNORED, RENAMES, RULES, read_attention, read_gated_delta, read_info, read_moe
@@ -102,6 +103,7 @@ class GatedStreams(Streams):
 @architectures.register("Qwen4ExpForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out the text part of a Qwen3.8-Flash-Next."""
+    config.declare(Family(norms_qk=True, rotates=True, unused=frozenset({"ple_embedding_dtype"})))
     config.ignore(*_VISION_KEYS)
     text = config.nested("text_config") if config.has("text_config") else config
     text.ignore(*_UNUSED_KEYS)

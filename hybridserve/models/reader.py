@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from hybridserve.errors import UnsupportedModelError
-from hybridserve.models.config_keys import HARMLESS_KEYS, NEUTRAL, family_of
+from hybridserve.models.config_keys import HARMLESS_KEYS, Family
 
 T = TypeVar("T")
 
@@ -65,8 +65,10 @@ class ConfigReader:
         path: str = "",
         accepted: Collection[str] = (),
         faults: list[Fault] | None = None,
+        family: Family | None = None,
     ) -> None:
         self.architecture = architecture
+        self.family = family or Family()
         self._values = values
         self._path = path
         self._accepted = frozenset(accepted)
@@ -162,6 +164,11 @@ class ConfigReader:
         """Accept these keys whatever they hold: this architecture's text decoder does not depend on them."""
         self._seen.update(keys)
 
+    def declare(self, family: Family) -> None:
+        """Tell what is true of this architecture whatever its config says; before any object inside is read."""
+        assert not self._nested, "an object inside was read before"
+        self.family = family
+
     def nested(self, key: str) -> "ConfigReader":
         """A reader of the object at `key` (empty when absent), which `finish` of this one finishes too."""
         child = ConfigReader(
@@ -170,6 +177,7 @@ class ConfigReader:
             path=self.name(key),
             accepted=self._accepted,
             faults=self._faults,
+            family=self.family,
         )
         self._nested.append(child)
         return child
@@ -211,13 +219,13 @@ class ConfigReader:
         """Whether a key that nobody read changes nothing, with this value, for this architecture. A null says nothing at all."""
         if value is None or key in HARMLESS_KEYS:
             return True
-        family = family_of(self.architecture)
+        family = self.family
         if key in family.unused:
             return True
         if key in family.same:
             other, default = family.same[key]
             return value == self._values.get(other, default)
-        return _is_one_of(value, family.stated.get(key, NEUTRAL.get(key, ())))
+        return _is_one_of(value, family.values_of(key))
 
     def name(self, key: str) -> str:
         """`key` as the config spells it, with the path that leads to it, as in `text_config.rope_theta`."""

@@ -8,19 +8,19 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-#: Class names without their task -> the nearest class here. None: a name that looks like one of ours, and is something else.
+#: Stems of names (`_stem`) -> the stem of the nearest class here. None: a name that looks like one of ours, and is something else.
 _KIN: Mapping[str, str | None] = {
-    **dict.fromkeys(("mistral", "ministral", "ministral3", "phi3", "smollm3", "internlm3", "yi", "arcee"), "LlamaForCausalLM"),
-    **dict.fromkeys(("qwen2", "seedoss"), "Qwen3ForCausalLM"),
-    **dict.fromkeys(("mixtral", "qwen2moe", "glm4moe", "minimaxm2", "olmoe", "qwen3vlmoe"), "Qwen3MoeForCausalLM"),
-    **dict.fromkeys(("qwen3vl", "qwen3vltext"), "Qwen3ForCausalLM"),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3n", "gemma4"), "Gemma3ForCausalLM"),
-    **dict.fromkeys(("deepseek", "deepseekv2", "deepseekv4", "kimik2", "kimik25"), "DeepseekV3ForCausalLM"),
-    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "graniteswa"), "GraniteMoeHybridForCausalLM"),
-    **dict.fromkeys(("olmo", "olmo2"), "Olmo3ForCausalLM"),
-    **dict.fromkeys(("bailingmoe", "bailingmoev2", "bailingmoev25"), "BailingMoeV3ForCausalLM"),
-    **dict.fromkeys(("kimik3", "kimik3text"), "KimiLinearForCausalLM"),
-    "zamba": "Zamba2ForCausalLM",
+    **dict.fromkeys(("mistral", "ministral", "ministral3", "phi3", "smollm3", "internlm3", "yi", "arcee"), "llama"),
+    **dict.fromkeys(("qwen2", "seedoss"), "qwen3"),
+    **dict.fromkeys(("mixtral", "qwen2moe", "glm4moe", "minimaxm2", "olmoe", "qwen3vlmoe"), "qwen3moe"),
+    **dict.fromkeys(("qwen3vl", "qwen3vltext"), "qwen3"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3n", "gemma4"), "gemma3"),
+    **dict.fromkeys(("deepseek", "deepseekv2", "deepseekv4", "kimik2", "kimik25"), "deepseekv3"),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "graniteswa"), "granitemoehybrid"),
+    **dict.fromkeys(("olmo", "olmo2"), "olmo3"),
+    **dict.fromkeys(("bailingmoe", "bailingmoev2", "bailingmoev25"), "bailingmoev3"),
+    **dict.fromkeys(("kimik3", "kimik3text"), "kimilinear"),
+    "zamba": "zamba2",
     **dict.fromkeys(("llama4", "llama4text", "minimaxm3", "nemotron", "falcon", "glm4", "glm", "chatglm"), None),
 }
 #: Where wrappers keep the config of their language model.
@@ -46,7 +46,8 @@ def nearest_of(names: Iterable[object], known: Iterable[str]) -> str | None:
     stems = [stem for name in names if isinstance(name, str) and (stem := _stem(name))]
     for stem in stems:
         if stem in _KIN:
-            return _KIN[stem] if _KIN[stem] in known else None
+            # Of a class with and without a wrapper, the one without.
+            return next((one for one in sorted(known) if _stem(one) == _KIN[stem]), None)
     ranked = sorted(((_likeness(_stem(one), stem), one) for stem in stems for one in known), reverse=True)
     return ranked[0][1] if ranked and ranked[0][0] >= _ALIKE else None
 

@@ -21,6 +21,7 @@ from hybridserve.mixers.linear import Linear
 from hybridserve.mixers.mamba2 import Mamba2, Mamba2Config
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
+from hybridserve.models.config_keys import OFF, Family
 from hybridserve.models.decoder import CausalLM, Layer, Streams
 from hybridserve.models.llama import read_info
 from hybridserve.models.mlp import SwiGLU
@@ -226,6 +227,9 @@ def _read_mamba(config: ConfigReader) -> Mamba2Config:
 @architectures.register("Zamba2ForCausalLM")
 def build(config: ConfigReader, ops: Ops, dtype: torch.dtype) -> CausalLM:
     """Lay out a Zamba2."""
+    config.declare(
+        Family(norms_qk=False, stated={"use_shared_block_adapter": OFF}, same={"ffn_hidden_size": ("intermediate_size", None)})
+    )
     config.ignore(*_UNUSED_KEYS)
     config.expect("hidden_act", "gelu")
     config.expect("use_shared_mlp_adapter", True)
