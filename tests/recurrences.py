@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridserve.backends.select import select
-from hybridserve.conformance import oracles
 from hybridserve.config import EngineSettings
+from hybridserve.conformance import oracles
 from hybridserve.engine.core import EngineCore
 from hybridserve.mixers.attention import AttentionConfig
 from hybridserve.mixers.base import Mixer, MixerConfig, mixers
