@@ -36,6 +36,7 @@ from hybridserve.conformance.scale import (
 from hybridserve.conformance.sequences import (
     check_batching,
     check_chunking,
+    check_initial_state,
     check_memory,
     check_resume,
     check_rollback,
@@ -73,6 +74,7 @@ __all__ = [
     "check_far_positions",
     "check_float16",
     "check_global_state",
+    "check_initial_state",
     "check_long_text",
     "check_many_sequences",
     "check_memory",

@@ -61,7 +61,8 @@ def save(folder: Path) -> CausalLM:
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
-        parameter.data.copy_(1 + drawn / 4 if "norm" in name else drawn / parameter.shape[-1] ** 0.5 * (parameter.dim() + 1))
+        gain = 4.0 if parameter.dim() == 1 else 3 / parameter.shape[-1] ** 0.5
+        parameter.data.copy_(1 + drawn / 4 if "norm" in name else drawn * gain)
     save_file({f"model.{name}": tensor for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return model

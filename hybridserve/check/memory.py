@@ -112,11 +112,12 @@ def _check_layout(plan: CachePlan) -> list[Finding]:
     for group in plan.groups:
         what = f"blocks of {group.block_size} tokens" if group.is_paged else "state slots"
         window = f", window {group.window}" if group.window is not None else ""
+        constant = f", {group.num_constant} of them for the learned initial state" if group.num_constant else ""
         findings.append(
             passed(
                 "memory.group",
                 f"{len(set(group.layers))} layers: {what} of {group.page_nbytes:,} bytes, "
-                f"{group.pages_per_superpage} in a superpage{window}",
+                f"{group.pages_per_superpage} in a superpage{window}{constant}",
             )
         )
     return findings

@@ -40,11 +40,15 @@ def block_size_for(specs: Iterable[Spec]) -> int:
 
 
 def build_batch(
-    sequences: Sequence[Rows], specs: Iterable[Spec], block_size: int = BLOCK_SIZE, input_ids: Tensor | None = None
+    sequences: Sequence[Rows],
+    specs: Iterable[Spec],
+    block_size: int = BLOCK_SIZE,
+    input_ids: Tensor | None = None,
+    constant_slot: int = NO_SLOT,
 ) -> Batch:
     """The batch of one pass. Spec number i of `specs` is group i; all state groups use the same slots.
 
-    input_ids: [T], or None for zeros.
+    input_ids: [T], or None for zeros; constant_slot: where fresh sequences start in groups with a learned initial state.
     """
     cu_seqlens = (0, *itertools.accumulate(s.length for s in sequences))
     kv_lens = tuple(s.context + s.length for s in sequences)
@@ -58,7 +62,11 @@ def build_batch(
         cu_seqlens_host=cu_seqlens,
         kv_lens_host=kv_lens,
         paged={g: _paged_table(sequences, block_size) for g, spec in groups.items() if isinstance(spec, PagedSpec)},
-        states={g: _state_table(sequences, cu_seqlens) for g, spec in groups.items() if isinstance(spec, StateSpec)},
+        states={
+            g: _state_table(sequences, cu_seqlens, constant_slot if spec.is_learned else NO_SLOT)
+            for g, spec in groups.items()
+            if isinstance(spec, StateSpec)
+        },
     )
 
 
@@ -73,8 +81,8 @@ def _paged_table(sequences: Sequence[Rows], block_size: int) -> PagedTable:
     return PagedTable(tables, torch.tensor(index, dtype=torch.int64), block_size)
 
 
-def _state_table(sequences: Sequence[Rows], cu_seqlens: Sequence[int]) -> StateTable:
-    starts = tuple(s.start for s in sequences)
+def _state_table(sequences: Sequence[Rows], cu_seqlens: Sequence[int], fresh: int) -> StateTable:
+    starts = tuple(fresh if s.start == NO_SLOT else s.start for s in sequences)
     writes = sorted((cu + row, slot) for cu, s in zip(cu_seqlens, sequences, strict=False) for row, slot in s.writes)
     rows, slots = tuple(row for row, _ in writes), [slot for _, slot in writes]
     return StateTable(

@@ -68,7 +68,8 @@ def poison(dtype: torch.dtype) -> float | int:
 class Bench:
     """One mixer with caches of its own. `forward` replaces the mixer's, to compare two implementations.
 
-    `block_size` 0 stands for the smallest that suits the specs.
+    `block_size` 0 stands for the smallest that suits the specs. Where the initial state is learned, there is one slot more,
+    which holds it.
     """
 
     mixer: Mixer
@@ -77,15 +78,36 @@ class Bench:
     num_slots: int = NUM_SLOTS
     num_blocks: int = NUM_BLOCKS
     caches: dict[str, Cache] = field(init=False)
+    constant_slot: int = field(init=False)
 
     def __post_init__(self) -> None:
         specs = self.mixer.specs()
         self.block_size = self.block_size or block_size_for(specs.values())
-        self.caches = allocate(specs, self.num_slots, self.num_blocks, self.block_size)
+        learned = self.mixer.initial_states()
+        self.constant_slot = self.num_slots if learned else NO_SLOT
+        self.caches = allocate(specs, self.num_slots + bool(learned), self.num_blocks, self.block_size)
+        self.fill_constant_slot(self.mixer)
+
+    def use(self, caches: dict[str, Cache]) -> None:
+        """Run in other caches from now on. Slot 0 is the constant one there, if there is any."""
+        self.caches = caches
+        self.constant_slot = 0 if self.mixer.initial_states() else NO_SLOT
+        self.fill_constant_slot(self.mixer)
+
+    def fill_constant_slot(self, mixer: Mixer) -> None:
+        """Let fresh sequences start from what this mixer has learned, as the engine does when weights are loaded."""
+        with torch.no_grad():
+            for name, states in mixer.initial_states().items():
+                for tensor, state in states.items():
+                    self.caches[name].tensors[tensor][self.constant_slot] = state
+
+    def batch(self, sequences: Sequence[Rows], input_ids: Tensor | None = None) -> Batch:
+        """The batch of one pass. input_ids: [T], or None for zeros."""
+        return build_batch(sequences, self.mixer.specs().values(), self.block_size, input_ids, self.constant_slot)
 
     def run(self, x: Tensor, sequences: Sequence[Rows], input_ids: Tensor | None = None) -> Tensor:
         """One pass. x: [T, D]; input_ids: [T], or None for zeros. Returns [T, D]."""
-        batch = build_batch(sequences, self.mixer.specs().values(), self.block_size, input_ids)
+        batch = self.batch(sequences, input_ids)
         with torch.no_grad():
             if self.forward is not None:
                 return self.forward(self.mixer, x, batch, self.caches)
@@ -114,7 +136,7 @@ class Bench:
         """Copies of what a slot holds, in fp32, by spec and tensor name."""
         specs = self.mixer.specs()
         return {
-            f"{name}.{tensor}": pool[slot].float()
+            f"{name}.{tensor}": pool[slot].to(torch.float32, copy=True)
             for name, cache in self.caches.items()
             if isinstance(specs[name], StateSpec)
             for tensor, pool in cache.tensors.items()

@@ -22,6 +22,7 @@ ALL_CHECKS: tuple[Check, ...] = (
     sequences.check_batching,
     sequences.check_written_states,
     sequences.check_starts,
+    sequences.check_initial_state,
     sequences.check_resume,
     sequences.check_rollback,
     sequences.check_window,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridserve.batch import Cache
 from hybridserve.conformance.batches import Rows, block_size_for, blocks_for
-from hybridserve.conformance.bench import NUM_SLOTS, Bench, is_same, rows_of, run_whole
+from hybridserve.conformance.bench import Bench, is_same, rows_of, run_whole
 from hybridserve.conformance.tolerance import FP32, Tolerance, require
 from hybridserve.kv.arena import plan_cache
 from hybridserve.kv.spec import DTYPE_NBYTES, Spec, StateSpec
@@ -53,7 +53,7 @@ def _check_untouched(bench: Bench, before: dict[str, Tensor], written: Iterable[
     for name, pool in bench.pools().items():
         if bench.is_state(name):
             named = set(written)
-            changed = [i for i in range(NUM_SLOTS) if i not in named and not is_same(pool[i], before[name][i])]
+            changed = [i for i in range(len(pool)) if i not in named and not is_same(pool[i], before[name][i])]
             require(not changed, f"{what}: slots {changed} of {name} have changed, which the pass did not name")
 
 
@@ -157,11 +157,12 @@ def check_storage(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
             view = caches[name].tensors[tensor.name]
             _check_view(view, (*_entries(spec, block_size), *tensor.shape), tensor.dtype, f"{name}.{tensor.name}")
     bench, x = Bench(mixer), rows_of(mixer, 7)
-    bench.caches = {}
+    own = {}
     for group, (name, cache) in enumerate((name, caches[name]) for name in specs):
         # Groups share the arena: each is given superpages of its own, as the coordinator would.
         first = cache.group * _SUPERPAGES * plan.groups[cache.group].pages_per_superpage
-        bench.caches[name] = Cache(group, {tensor: view[first:] for tensor, view in cache.tensors.items()})
+        own[name] = Cache(group, {tensor: view[first:] for tensor, view in cache.tensors.items()})
+    bench.use(own)
     y = bench.run_chunks(x, [3, 4], slot=1, blocks=(1, 0))
     tolerance.check(y, run_whole(mixer, x)[0], "chunks of 3 and 4 rows in the engine's own storage")
 
@@ -186,7 +187,7 @@ def check_offsets(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
     x = rows_of(mixer, 7)
     expected, state = run_whole(mixer, x)
     bench = Bench(mixer)
-    bench.caches = _far_apart(specs)
+    bench.use(_far_apart(specs))
     tolerance.check(bench.run_chunks(x, [3, 4], slot=1, blocks=(1, 0)), expected, "pages 2^31 elements apart")
     tolerance.check_states(bench.state(1), state, "slots 2^31 elements apart")
 

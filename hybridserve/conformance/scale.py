@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridserve.batch import NO_SLOT
-from hybridserve.conformance.batches import Rows, build_batch
+from hybridserve.conformance.batches import Rows
 from hybridserve.conformance.bench import Bench, Forward, build_again, rows_of, run_whole
 from hybridserve.conformance.filling import fill
 from hybridserve.conformance.tolerance import FP32, Tolerance, require
@@ -116,7 +116,7 @@ def _change_by_position(mixer: Mixer, x: Tensor, first: int) -> float:
     for gap in (0, 1):
         bench = Bench(mixer)
         rows = Rows(len(x), 0, NO_SLOT, ((len(x) - 1, 0),), (2, 1, 0))
-        batch = build_batch([rows], mixer.specs().values(), bench.block_size)
+        batch = bench.batch([rows])
         positions = batch.positions + first
         positions[6:] += gap
         with torch.no_grad():
@@ -133,7 +133,7 @@ def check_twins(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
     done = 0
     for length in (5, 7):
         rows = Rows(length, done, 0 if done else NO_SLOT, ((length - 1, 0),), (2, 1, 0))
-        batch = build_batch([rows], mixer.specs().values(), benches[0].block_size)
+        batch = benches[0].batch([rows])
         for bench, (y, _) in zip(benches, expected, strict=True):
             with torch.no_grad():
                 out = bench.mixer(x[done : done + length], batch, bench.caches)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hybridserve.batch import NO_SLOT
 from hybridserve.conformance.batches import Rows, blocks_for
-from hybridserve.conformance.bench import NUM_BLOCKS, NUM_SLOTS, Bench, Forward, poison, rows_of, run_whole
+from hybridserve.conformance.bench import NUM_BLOCKS, NUM_SLOTS, Bench, Forward, build_again, is_same, poison, rows_of, run_whole
 from hybridserve.conformance.tolerance import FP32, ConformanceError, Tolerance, require
-from hybridserve.kv.spec import PagedSpec
+from hybridserve.kv.spec import PagedSpec, StateSpec
 from hybridserve.mixers.base import Mixer, RecurrentMixer
 
 
@@ -119,7 +119,39 @@ def check_starts(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
         bench = Bench(mixer)
         for pool in bench.pools().values():  # a slot that somebody left, plausible where NaN would show
             pool.fill_(1)
+        bench.fill_constant_slot(mixer)
         tolerance.check(bench.run_chunks(x, [first, 7 - first], slot=2), expected, f"first chunk of {first} rows in a used slot")
+
+
+def check_initial_state(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
+    """A fresh sequence starts from the learned state in its slot, and sees it nowhere else. Not for starts from zeros."""
+    learned = mixer.initial_states()
+    if not learned:
+        return
+    x = rows_of(mixer, 7)
+    expected, state = run_whole(mixer, x)
+    bench = Bench(mixer)
+    for name in learned:
+        for pool in bench.caches[name].tensors.values():
+            pool[bench.constant_slot] = 0
+    change = float((bench.run_chunks(x, [7]) - expected).abs().max())
+    require(change > 10 * tolerance.atol, f"7 rows from zeros instead of the learned state: rows change by {change:.3g} at most")
+    other = build_again(mixer)
+    other.load_state_dict(mixer.state_dict())
+    names = {t.initial for spec in mixer.specs().values() if isinstance(spec, StateSpec) for t in spec.tensors if t.initial}
+    for name in names:
+        parameter = other.get_parameter(name)
+        parameter.data = parameter.data.flip(0) * 1.5 + 0.25
+    expected, state = run_whole(other, x)
+    for lengths in ([7], [1, 6], [3, 4]):
+        bench = Bench(mixer)
+        bench.fill_constant_slot(other)
+        before = bench.state(bench.constant_slot)
+        what = f"chunks {lengths}, another learned state in the slot that fresh sequences start from"
+        tolerance.check(bench.run_chunks(x, lengths), expected, what)
+        tolerance.check_states(bench.state(0), state, what)
+        after = bench.state(bench.constant_slot)
+        require(all(is_same(after[name], before[name]) for name in before), f"{what}: the pass has changed that slot")
 
 
 def check_resume(mixer: Mixer, tolerance: Tolerance = FP32) -> None:

@@ -65,6 +65,7 @@ class EngineCore:
             policy=settings.cache_policy,
             fingerprint=_fingerprint(loaded, plan),
         )
+        self._runner.fill_constant_slots(self._coordinator.constant_slots)
         limits = Limits(
             max_model_len=max_model_len,
             max_num_seqs=settings.max_num_seqs,

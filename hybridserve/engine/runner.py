@@ -4,7 +4,7 @@ Owns the cache storage and the device. Turns the scheduler's integers into tenso
 Called by `core.py` once a step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +44,19 @@ class Runner:
     @property
     def cache_nbytes(self) -> int:
         return self._storage.nbytes
+
+    @torch.inference_mode()
+    def fill_constant_slots(self, slots: Mapping[int, int]) -> None:
+        """Write the learned initial states of all layers. slots: by state group. Raises EngineError where a layer has none."""
+        for layer, (specs, states) in enumerate(zip(self._model.cache_specs(), self._model.initial_states(), strict=True)):
+            for name in specs:
+                cache = self._caches[layer][name]
+                if cache.group not in slots:
+                    continue
+                if name not in states:
+                    raise EngineError(f"layer {layer}: initial_states() leaves out {name!r}, whose spec says that it is learned")
+                for tensor, state in states[name].items():
+                    cache.tensors[tensor][slots[cache.group]] = state
 
     def spoil_caches(self) -> None:
         """Flip a bit in every byte of cache memory, a sign or an exponent among them (a hook for tests)."""

@@ -115,7 +115,7 @@ def capacity_at(sizing: Sizing, num_tokens: int, max_num_seqs: int) -> Capacity:
         return Capacity(max_num_seqs, "max_num_seqs", alone)
     # Of the superpages that one user more would need, the kind that takes most.
     taken = {
-        kind: sum(-(-plan.pages_needed(group, num_tokens, users + 1) // group.pages_per_superpage) for group in groups)
+        kind: sum(plan.superpages_of(group, num_tokens, users + 1) for group in groups)
         for kind, groups in (("paged_cache", plan.paged), ("states", plan.states))
     }
     return Capacity(users, max(taken, key=lambda kind: taken[kind]), alone)

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Literal
 
 from hybridserve.errors import DoesNotFitError
-from hybridserve.kv.spec import PagedSpec, Spec
+from hybridserve.kv.spec import PagedSpec, Spec, StateSpec
 
 #: Page sizes are multiples of this, so that every view into the arena is aligned for any dtype and for vector loads.
 ALIGN_NBYTES = 64
@@ -53,6 +53,7 @@ class GroupPlan:
     pages_per_superpage: int
     block_size: int  # tokens per block; 0 for states
     window: int | None
+    num_constant: int = 0  # slots that hold a learned initial state, taken at start and never given back
 
     @property
     def is_paged(self) -> bool:
@@ -115,7 +116,12 @@ class CachePlan:
 
     def superpages_needed(self, num_tokens: int, num_sequences: int = 1) -> int:
         """Superpages that hold `num_sequences` sequences of `num_tokens` at once, shared by group."""
-        return sum(-(-self.pages_needed(group, num_tokens, num_sequences) // group.pages_per_superpage) for group in self.groups)
+        return sum(self.superpages_of(group, num_tokens, num_sequences) for group in self.groups)
+
+    def superpages_of(self, group: GroupPlan, num_tokens: int, num_sequences: int) -> int:
+        """The same of one group, constant slots included."""
+        pages = self.pages_needed(group, num_tokens, num_sequences) + group.num_constant
+        return -(-pages // group.pages_per_superpage)
 
     def users_at(self, num_tokens: int) -> int:
         """Sequences of `num_tokens` that fit at once."""
@@ -248,4 +254,5 @@ def _lay_out(index: int, spec: Spec, members: list[tuple[int, str]], block_size:
         pages_per_superpage=1,
         block_size=block_size if paged is not None else 0,
         window=paged.window if paged is not None else None,
+        num_constant=1 if isinstance(spec, StateSpec) and spec.is_learned else 0,
     )

@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridserve.errors import DoesNotFitError
 from hybridserve.kv.arena import Arena, CachePlan, GroupPlan
 from hybridserve.kv.cache import PrefixCache
 from hybridserve.kv.checkpoints import CheckpointPolicy
@@ -30,7 +31,7 @@ from hybridserve.request import CacheHints, Explanation
 
 Ints = NDArray[np.int64]
 
-#: A start slot of a sequence that begins with a zero state.
+#: A start slot of a sequence that begins with a zero state, where its group has no learned one.
 NO_SLOT: Final = -1
 _NEVER: Final = 2**62
 
@@ -117,6 +118,8 @@ class KVCacheCoordinator:
         self._unit = plan.match_unit
         self._cache = PrefixCache(plan, self._pools, self._arena, policy, fingerprint)
         self._placement = CheckpointPolicy.for_plan(plan)
+        #: By state group with a learned initial state: the slot for it, which the runner fills and nobody else is ever given.
+        self.constant_slots = {group.index: self._take_constant(group) for group in plan.states if group.num_constant}
         max_blocks = -(-max_model_len // plan.block_size)
         self._tables = {g.index: np.zeros((num_seats, max_blocks), np.int32) for g in plan.paged}
         self._own = {g.index: np.full(num_seats, NO_SLOT, np.int64) for g in plan.states}
@@ -131,6 +134,15 @@ class KVCacheCoordinator:
         self._copies: list[BlockCopy] = []
         self._borrowers: list[int] = []
         self.num_checkpoints_written = 0
+
+    def _take_constant(self, group: GroupPlan) -> int:
+        slot = self._pools[group.index].take()
+        if slot is None:
+            raise DoesNotFitError(
+                f"cache memory of {self.plan.nbytes:,} bytes has no slot for the learned initial state of group {group.index}; "
+                f"raise --kv-cache-memory by {self.plan.superpage_nbytes:,}"
+            )
+        return slot
 
     # -- lookup ---------------------------------------------------------------------------------------------------------
 
@@ -250,7 +262,8 @@ class KVCacheCoordinator:
             self._pools[group.index].retain(source)
             record.sources.append((group.index, source))
         for group in self.plan.states:
-            self._own[group.index][seat] = self._start[group.index][seat] = NO_SLOT
+            self._own[group.index][seat] = NO_SLOT
+            self._start[group.index][seat] = self.constant_slots.get(group.index, NO_SLOT)
         if match.checkpoint is not None and match.checkpoint.slots:
             self._borrow(seat, match.checkpoint.slots)
         if record.sources:
@@ -601,6 +614,8 @@ class KVCacheCoordinator:
     def check(self) -> None:
         """Assert that every page is accounted for exactly once: free + cached + live = all, per pool, as sets."""
         refs: list[Counter[int]] = [Counter() for _ in self.plan.groups]
+        for index, slot in self.constant_slots.items():
+            refs[index][slot] += 1
         for seat, record in self._seats.items():
             for group in self.plan.paged:
                 row = self._tables[group.index][seat]

@@ -22,11 +22,15 @@ DTYPE_NBYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One named tensor of a spec: the shape of a single entry (or state) and its dtype by torch's name."""
+    """One named tensor of a spec: the shape of a single entry (or state) and its dtype by torch's name.
+
+    `initial`, of states only, names the mixer's parameter, of this shape, that a fresh sequence starts from; None means zeros.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    initial: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_NBYTES:
@@ -52,6 +56,11 @@ class PagedSpec:
 
     def __post_init__(self) -> None:
         _check_names(self.tensors)
+        learned = [tensor.name for tensor in self.tensors if tensor.initial is not None]
+        if learned:
+            raise ValueError(
+                f"tensors {learned} of a paged spec have `initial`; a fresh text has no entry, only states may have it"
+            )
         if self.tokens_per_entry < 1:
             raise ValueError(f"tokens_per_entry is {self.tokens_per_entry}; it must be at least 1")
         if self.window is not None and self.window < 1:
@@ -65,12 +74,20 @@ class PagedSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """A state of fixed size for each sequence, whatever its length. A fresh sequence starts from zeros."""
+    """A state of fixed size for each sequence, whatever its length.
+
+    A fresh sequence starts from zeros, or, where a tensor has `initial`, from a slot that is filled once when weights are loaded.
+    """
 
     tensors: tuple[TensorSpec, ...]
 
     def __post_init__(self) -> None:
         _check_names(self.tensors)
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether fresh sequences start from parameters. Such a group has one slot more, which holds them and never changes."""
+        return any(tensor.initial is not None for tensor in self.tensors)
 
     @property
     def nbytes(self) -> int:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from hybridserve.backends.ops import Ops
 from hybridserve.batch import NO_SLOT, Batch, Cache, LayerCaches
-from hybridserve.kv.spec import Spec
+from hybridserve.errors import EngineError
+from hybridserve.kv.spec import Spec, StateSpec, TensorSpec
 from hybridserve.registry import Registry
 
 #: Layer kinds by name: ``@mixers.register("gated_delta")`` puts a class in; it is built as ``cls(config, ops, dtype)``.
@@ -61,6 +62,29 @@ class Mixer(nn.Module):
     def specs(self) -> dict[str, Spec]:
         """The caches this layer needs, by name: none, one, several, of both kinds."""
         raise NotImplementedError
+
+    def initial_states(self) -> States:
+        """What fresh sequences start from, by spec and tensor name, for the specs that name parameters: ``[*shape]`` each.
+
+        Tensors of such a spec that name none are zeros. Raises EngineError when a parameter is missing or of another shape.
+        """
+        return {
+            name: {tensor.name: self._initial(tensor) for tensor in spec.tensors}
+            for name, spec in self.specs().items()
+            if isinstance(spec, StateSpec) and spec.is_learned
+        }
+
+    def _initial(self, tensor: TensorSpec) -> Tensor:
+        if tensor.initial is None:
+            return torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
+        parameter = dict(self.named_parameters(remove_duplicate=False)).get(tensor.initial)
+        if parameter is None or parameter.shape != tensor.shape:
+            found = "there is none" if parameter is None else f"its shape is {list(parameter.shape)}"
+            raise EngineError(
+                f"mixer {self.kind}: tensor {tensor.name!r} starts from parameter {tensor.initial!r}, but {found}; "
+                f"it must have the tensor's shape {list(tensor.shape)}"
+            )
+        return parameter
 
     def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
         """Mix rows. x: [T, D]. Writes the caches that `specs` named where `batch` says. Returns [T, D]."""

@@ -17,7 +17,7 @@ from hybridserve.backends.ops import Ops
 from hybridserve.batch import Batch, LayerCaches
 from hybridserve.errors import EngineError
 from hybridserve.kv.spec import Spec
-from hybridserve.mixers.base import Mixer, empty_parameter
+from hybridserve.mixers.base import Mixer, States, empty_parameter
 from hybridserve.mixers.linear import Linear
 from hybridserve.models.quantised import Quantisation
 from hybridserve.models.weights import WeightMap
@@ -59,9 +59,18 @@ class Layer(nn.Module):
         """The caches of this layer by name."""
         raise NotImplementedError
 
+    def initial_states(self) -> States:
+        """What fresh sequences start from where a mixer has learned it, by the names of `cache_specs`: see `named_states`."""
+        return {}
+
     def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
         """x: [T, ...], what the layers pass on; caches by the names of `cache_specs`, written as `batch` says. Returns as x."""
         raise NotImplementedError
+
+
+def named_states(*mixers: Mixer) -> States:
+    """The learned initial states of a layer's mixers, each named `mixer kind.name within the mixer`."""
+    return {f"{mixer.kind}.{name}": states for mixer in mixers for name, states in mixer.initial_states().items()}
 
 
 class DecoderLayer(Layer):
@@ -92,13 +101,18 @@ class DecoderLayer(Layer):
         self.after_mlp_norm = after_mlp_norm
         self.residual_multiplier = residual_multiplier
         self.kind = "+".join(branch.mixer.kind for branch in branches) or "mlp"
-        specs = {branch.mixer.kind: branch.mixer.specs() for branch in branches}
+        self._mixers = tuple(branch.mixer for branch in branches)
+        specs = {mixer.kind: mixer.specs() for mixer in self._mixers}
         self._specs = {f"{kind}.{name}": spec for kind, named in specs.items() for name, spec in named.items()}
         self._cache_names = {kind: {name: f"{kind}.{name}" for name in named} for kind, named in specs.items()}
 
     def cache_specs(self) -> dict[str, Spec]:
         """The caches of all mixers of this layer, each named `mixer kind.name within the mixer`."""
         return dict(self._specs)
+
+    def initial_states(self) -> States:
+        """Those of all mixers."""
+        return named_states(*self._mixers)
 
     def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
         """x: [T, D]; caches by the names of `cache_specs`, written as `batch` says. Returns [T, D]."""
@@ -176,6 +190,10 @@ class CausalLM(nn.Module):
     def cache_specs(self) -> list[dict[str, Spec]]:
         """The caches of each layer by name; names are unique within a layer."""
         return [layer.cache_specs() for layer in self._layers]
+
+    def initial_states(self) -> list[States]:
+        """What fresh sequences of each layer start from where it is learned, by the names of `cache_specs`."""
+        return [layer.initial_states() for layer in self._layers]
 
     def layer_kinds(self) -> list[str]:
         """The mixers of each layer, joined by +."""

@@ -17,12 +17,12 @@ from hybridserve.batch import Batch, LayerCaches
 from hybridserve.errors import UnsupportedModelError
 from hybridserve.kv.spec import Spec
 from hybridserve.mixers.attention import AttentionConfig
-from hybridserve.mixers.base import Mixer, mixers
+from hybridserve.mixers.base import Mixer, States, mixers
 from hybridserve.mixers.lightning import LightningConfig
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
 from hybridserve.models.config_keys import Family
-from hybridserve.models.decoder import CausalLM, Layer
+from hybridserve.models.decoder import CausalLM, Layer, named_states
 from hybridserve.models.llama import read_info
 from hybridserve.models.moe import MoE, MoeConfig
 from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_choice, read_layer_types
@@ -86,6 +86,10 @@ class MiniMaxLayer(Layer):
     def cache_specs(self) -> dict[str, Spec]:
         """The mixer's."""
         return {f"{self.kind}.{name}": spec for name, spec in self.mixer.specs().items()}
+
+    def initial_states(self) -> States:
+        """The mixer's."""
+        return named_states(self.mixer)
 
     def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
         """x: [T, D]. Returns [T, D]."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from hybridserve.batch import Batch, LayerCaches
 from hybridserve.kv.spec import Spec
-from hybridserve.mixers.base import Mixer
-from hybridserve.models.decoder import Layer
+from hybridserve.mixers.base import Mixer, States
+from hybridserve.models.decoder import Layer, named_states
 
 
 class Connection(nn.Module):
@@ -50,6 +50,7 @@ class StreamLayer(Layer):
         self.norm = None if norms is None else norms[0]
         self.mlp_norm = None if norms is None else norms[1]
         self.kind = "+".join(one.kind for one in every)
+        self._every = tuple(every)
         self._own = {one.kind: {f"{one.kind}.{name}": name for name in one.specs()} for one in every}
         self._order = tuple(self._own)
         self._specs = {f"{one.kind}.{name}": spec for one in every for name, spec in one.specs().items()}
@@ -57,6 +58,10 @@ class StreamLayer(Layer):
     def cache_specs(self) -> dict[str, Spec]:
         """The caches of the mixers, each named `mixer kind.name within the mixer`."""
         return dict(self._specs)
+
+    def initial_states(self) -> States:
+        """Those of the mixers."""
+        return named_states(*self._every)
 
     def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
         """x: [T, n, D]; caches by the names of `cache_specs`, written as `batch` says. Returns [T, n, D]."""

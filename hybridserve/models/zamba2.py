@@ -17,12 +17,13 @@ from hybridserve.backends.ops import Activation, Ops
 from hybridserve.batch import Batch, LayerCaches
 from hybridserve.kv.spec import Spec
 from hybridserve.mixers.attention import Attention, AttentionConfig
+from hybridserve.mixers.base import States
 from hybridserve.mixers.linear import Linear
 from hybridserve.mixers.mamba2 import Mamba2, Mamba2Config
 from hybridserve.mixers.norm import RMSNorm
 from hybridserve.models.architectures import architectures
 from hybridserve.models.config_keys import OFF, Family
-from hybridserve.models.decoder import CausalLM, Layer, Streams
+from hybridserve.models.decoder import CausalLM, Layer, Streams, named_states
 from hybridserve.models.llama import read_info
 from hybridserve.models.mlp import SwiGLU
 from hybridserve.models.reader import MAX_LAYERS, ConfigReader, read_spelled_layer_types
@@ -106,6 +107,10 @@ class Zamba2Layer(Layer):
         if self.call is not None:
             specs |= {f"attention.{name}": spec for name, spec in self.call.attention.specs().items()}
         return specs
+
+    def initial_states(self) -> States:
+        """Mamba's, and the call's own."""
+        return named_states(self.mamba, *(() if self.call is None else (self.call.attention,)))
 
     def forward(self, x: Tensor, batch: Batch, caches: LayerCaches) -> Tensor:
         """x: [T, 2D], hidden beside embeddings. Returns the same shape."""
