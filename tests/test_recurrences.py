@@ -1,5 +1,6 @@
 """Recurrences that need more than a row and a state, through the kit and through the engine, against plain loops."""
 
+import json
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridserve.batch import NO_SLOT
+from hybridserve.cli import main
 from hybridserve.conformance.conduct import check_oracle
 from hybridserve.conformance.filling import fill
 from hybridserve.engine.runner import Runner
@@ -16,6 +18,7 @@ from hybridserve.kv.arena import plan_cache
 from hybridserve.kv.spec import PagedSpec, StateSpec, TensorSpec
 from hybridserve.mixers.base import MixerConfig, RecurrentMixer, empty_parameter, mixers
 from hybridserve.mixers.linear import Linear
+from hybridserve.models.decoder import DecoderLayer, Layer
 from tests import recurrences
 from tests.conformance import ALL_CHECKS, FP32, ConformanceError, check_chunking, check_far_positions, check_initial_state
 from tests.registries import forgetting
@@ -222,3 +225,21 @@ def test_an_initial_state_without_a_parameter_of_its_shape_is_refused(name, foun
 
     with pytest.raises(EngineError, match=rf"'{name}', but {found}; it must have the tensor's shape \[32\]"):
         built(Wrong).initial_states()
+
+
+def test_check_model_counts_the_constant_slot(tmp_path, capsys):
+    with serving(Primed, tmp_path):
+        core = recurrences.engine(tmp_path, kv_cache_memory=2**17)
+        arguments = ("--kv-cache-memory", str(2**17), "--max-num-seqs", "8", "--max-model-len", "96", "--backend", "reference")
+        main(["check-model", str(tmp_path), *arguments, "--json"])
+    report = json.loads(capsys.readouterr().out)
+    groups = [one["detail"] for one in report["checks"] if one["id"] == "memory.group"]
+    assert sum("1 of them for the learned initial state" in group for group in groups) == 1, groups
+    assert report["memory"]["users_at"] == core.info.users_at
+
+
+def test_a_layer_that_does_not_hand_on_the_learned_state_is_refused(tmp_path, monkeypatch):
+    with serving(Primed, tmp_path):
+        monkeypatch.setattr(DecoderLayer, "initial_states", Layer.initial_states)
+        with pytest.raises(EngineError, match=r"layer 0: initial_states\(\) leaves out 'primed.state'"):
+            recurrences.engine(tmp_path)

@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-#: Stems of names (`_stem`) -> the stem of the nearest class here. None: a name that looks like one of ours, and is something else.
+#: Stems of names (`_stem`) -> the stem of the nearest class here. None: it looks like one of ours, and is something else.
 _KIN: Mapping[str, str | None] = {
     **dict.fromkeys(("mistral", "ministral", "ministral3", "phi3", "smollm3", "internlm3", "yi", "arcee"), "llama"),
     **dict.fromkeys(("qwen2", "seedoss"), "qwen3"),
