@@ -16,6 +16,7 @@ MIN_LOG_DECAY = -200.0
 #: A state that fades ends in denormal numbers, which cost many processors a hundred times as much as others. What is smaller
 #: than this is set to zero before: its products with numbers of ordinary size are normal, and no fp32 sum shows the difference.
 NEGLIGIBLE = 2.0**-100
+_NEGLIGIBLE_LOG = -70.0
 #: Rows of the parts in which per-channel decays are compared pair by pair.
 PART = 16
 
@@ -26,8 +27,9 @@ def summed(log_decay: Tensor) -> Tensor:
 
 
 def factor(log_factor: Tensor) -> Tensor:
-    """exp in fp32 of a difference of sums, which is at most 0; zero where negligible. Any shape."""
-    return drop_negligible(log_factor.float().exp())
+    """exp in fp32 of a log decay or of a difference of their sums, at most 0; zero where negligible. Any shape."""
+    # An exponential that underflows takes as long as one that gives a denormal number.
+    return drop_negligible(log_factor.float().clamp(min=_NEGLIGIBLE_LOG).exp_())
 
 
 def drop_negligible(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridserve.backends.reference.chunk_grid import Rank, grid_of
-from hybridserve.backends.reference.decay import drop_negligible
+from hybridserve.backends.reference.decay import drop_negligible, factor
 from hybridserve.backends.reference.slots import start_states, write_states
 from hybridserve.batch import Batch, StateTable
 
@@ -53,7 +53,7 @@ def _trail(dt: Tensor, u: Tensor, A: Tensor, b: Tensor, states: Tensor) -> Tenso
 
     Returns [n, R, C, N].
     """
-    decay = drop_negligible((dt.unsqueeze(-1) * A).exp_())
+    decay = factor(dt.unsqueeze(-1) * A)
     trail = u.unsqueeze(-1) * b.unsqueeze(-2)
     for row in range(dt.shape[1]):
         states = trail[:, row].addcmul_(states, decay[:, row])
