@@ -81,7 +81,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_connections: Annotated[Positive, about("connections that may be open; more are answered 503")] = 4096
     client_share: Annotated[
         Annotated[float, Meta(gt=0, le=1)],
-        about("share of the connections, and of the places for sequences, that one client may hold: one key, else one address"),
+        about(
+            "share of connections, places for sequences and bytes of bodies that one client may hold: one key, else one address"
+        ),
     ] = 0.5
     header_timeout_s: Annotated[Annotated[float, Meta(gt=0)], about("how long a client may take to send headers")] = 20.0
     body_timeout_s: Annotated[Annotated[float, Meta(gt=0)], about("how long a client may take to send a body")] = 120.0

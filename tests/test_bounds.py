@@ -5,6 +5,7 @@ import json
 import random
 import re
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,6 +17,9 @@ from hybridserve.server.app import create_app
 from hybridserve.server.bodies import Bodies
 from hybridserve.server.json_shape import Shape, shape_of
 from hybridserve.server.lifecycle import Lifecycle
+from hybridserve.server.places import ClientShareError
+from hybridserve.server.prompts import chat_prompt
+from hybridserve.server.wire import ChatMessage, ChatRequest
 from hybridserve.server.workers import MAX_LONG_WAITING, SHORT_SIZE, Workers
 from tests.fake_engine import FakeEngine, Script, make_info
 from tests.test_fuzz_routes import call
@@ -243,6 +247,36 @@ def test_short_texts_do_not_wait_for_long_ones():
     asyncio.run(scenario())
 
 
+LONG_TEXT = "x " * SHORT_SIZE
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"reasoning_content": LONG_TEXT},
+        {"tool_calls": [{"function": {"name": "f", "arguments": json.dumps({"a": LONG_TEXT})}}]},
+        {"tool_calls": [{"function": {"name": "f", "arguments": {"a": LONG_TEXT}}}]},
+        {"content": [{"type": "text", "text": LONG_TEXT}]},
+    ],
+)
+def test_a_long_chat_is_rendered_as_long_wherever_its_text_stands(said):
+    sizes = []
+
+    class Noting(Workers):
+        async def run(self, job, *, size=0):
+            sizes.append(size)
+            raise OverloadedError("no turn")
+
+    async def scenario():
+        messages = msgspec.convert([{"role": "assistant", "content": "", **said}], list[ChatMessage])
+        service = SimpleNamespace(template=object(), is_caching_prefixes=False, workers=Noting())
+        with pytest.raises(OverloadedError):
+            await chat_prompt(service, ChatRequest(messages=messages), messages)
+
+    asyncio.run(scenario())
+    assert sizes[0] > SHORT_SIZE
+
+
 def test_a_text_whose_turn_does_not_come_is_a_503_and_one_that_takes_too_long_a_400():
     async def scenario():
         workers, blocked, ran = Workers(num_threads=1, limit_s=0.05), threading.Event(), []
@@ -299,7 +333,7 @@ def pieces_of(*sizes):
 def test_R16_bytes_of_all_bodies_together_are_bounded_and_given_back():
     async def scenario():
         bodies = Bodies(max_nbytes=100)
-        first, second = bodies.of(pieces_of(60, 1)), bodies.of(pieces_of(50))
+        first, second = bodies.of(pieces_of(60, 1), {}), bodies.of(pieces_of(50), {})
         await first.receive()
         with pytest.raises(OverloadedError, match="60 bytes"):
             await second.receive()
@@ -307,11 +341,63 @@ def test_R16_bytes_of_all_bodies_together_are_bounded_and_given_back():
         assert bodies.num_nbytes == 60
         first.release()
         assert bodies.num_nbytes == 0
-        third = bodies.of(pieces_of(100))
+        third = bodies.of(pieces_of(100), {})
         await third.receive()
         assert third.is_complete
 
     asyncio.run(scenario())
+
+
+def test_R16_one_clients_bodies_leave_room_for_those_of_others():
+    async def scenario():
+        bodies = Bodies(max_nbytes=100, client_share=0.5, max_body_nbytes=10)
+        one, other = {"client": ("192.0.2.1", 1)}, {"client": ("192.0.2.2", 1)}
+        slow = [bodies.of(pieces_of(10, 1), one) for _ in range(8)]
+        came = await asyncio.gather(*(body.receive() for body in slow), return_exceptions=True)
+        refused = [error for error in came if isinstance(error, ClientShareError)]
+        assert len(refused) == 3
+        assert "--client-share" in str(refused[0])
+        await bodies.of(pieces_of(50), other).receive()
+        slow[0].release()
+        slow[0].release()
+        assert bodies.num_nbytes == 90
+        await bodies.of(pieces_of(10), one).receive()
+
+    asyncio.run(scenario())
+
+
+def test_R16_a_share_is_never_smaller_than_one_body():
+    async def scenario():
+        bodies = Bodies(max_nbytes=100, client_share=0.1, max_body_nbytes=40)
+        await bodies.of(pieces_of(40), {}).receive()
+
+    asyncio.run(scenario())
+
+
+def test_R16_a_body_counts_until_it_is_decoded_and_no_longer():
+    async def scenario():
+        engine = FakeEngine(make_info(TOKENIZER.vocab_size, CONTEXT), lambda request: Script([1], delay_s=60.0))
+        app = create_app(engine, TOKENIZER, ServerSettings(max_bodies_nbytes=1000), "fake", lifecycle=Lifecycle())
+        body = json.dumps({"prompt": "x" * 30, "max_tokens": 1, "user": "y" * 700}).encode()
+        slow = asyncio.create_task(call(app, "POST", "/v1/completions", b"", HEADERS, body))
+        while not engine.submitted:
+            await asyncio.sleep(0.001)
+        answer = await call(app, "POST", "/tokenize", b"", HEADERS, body)
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+        assert answer.status == 200
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("padding", [0, 2**16])
+def test_the_bound_on_depth_is_one_for_small_and_large_bodies(padding):
+    app = make_app()
+    for depth, expected in ((90, 200), (101, 400)):
+        given = {"prompt": "x", "user": json.loads("[" * depth + "]" * depth), "metadata": ["y" * 16] * (padding // 16)}
+        status, body = post(app, "/tokenize", json.dumps(given).encode())
+        assert status == expected
+        assert ("deeper than 100 levels" in str(body)) == (expected == 400)
 
 
 def test_R16_the_server_refuses_more_bodies_than_it_may_hold_and_takes_them_later():

@@ -282,11 +282,19 @@ def test_I34_what_nobody_reads_is_bounded_and_aborted():
         assert "more than 20000 bytes" in str(error)
         assert unread.nbytes == 0
         assert client.stalled_s == 0
+        # Of one that is read, an output may be larger than all that may wait.
+        small = Unread(100)
+        stream, num_read = client.submit(request(does.FLOOD, "c"), small), 0
+        while num_read < 500:
+            num_read += len((await anext(stream)).new_token_ids)
+        assert not small.was_full
+        await stream.aclose()
         # One whose outputs fit is read to its end.
         stream, num_read = client.submit(request(does.FLOOD, "b"), Unread(2_000_000)), 0
         while num_read < 400:
             num_read += len((await anext(stream)).new_token_ids)
         await stream.aclose()
+        await client.stats()  # this may be the answer to a question that was on its way
         assert (await client.stats()).num_running == 0
 
     watched(scenario)

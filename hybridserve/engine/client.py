@@ -109,6 +109,7 @@ class EngineProcessClient:
         self._stats: asyncio.Future[EngineStats] | None = None  # asked for and not answered yet
         self._explanations: dict[int, asyncio.Future[Explanation]] = {}
         self._num_asked = 0
+        self._num_messages = 0  # that have come from engines
         self._num_unheard_nbytes = 0  # sent since the engine last said anything
         self._fatal: Fatal | None = None
         self._is_alive = False
@@ -368,6 +369,7 @@ class EngineProcessClient:
         while True:
             message = await child.receive()
             self._num_unheard_nbytes = 0
+            self._num_messages += 1
             if isinstance(message, Fatal):
                 self._fatal = message
                 return
@@ -376,6 +378,7 @@ class EngineProcessClient:
             if not self._num_unfinished:
                 self._progress.note_advance()
             self._note_pending()
+            await asyncio.sleep(0)  # readers take this message's outputs before the next one, which may be here already
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Outputs):
@@ -405,7 +408,7 @@ class EngineProcessClient:
             return  # it has just been aborted
         opened.queue.put_nowait(output)
         if opened.unread is not None:
-            opened.unread.note_put(output)
+            opened.unread.note_put(output, self._num_messages)
             if opened.unread.is_full:
                 self._cut(output.request_id, opened, opened.unread)
         if output.finish_reason is not None:

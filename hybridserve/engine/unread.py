@@ -18,13 +18,18 @@ class Unread:
         self.limit_nbytes = limit_nbytes
         self.nbytes = 0
         self.was_full = False
+        self._message: int | None = None  # number of the engine's message that came last
+        self._had_waited = False  # whether an output waited when it came
 
     @property
     def is_full(self) -> bool:
-        return self.nbytes > self.limit_nbytes
+        """Whether too much waits for a reader who had a chance to read: what one message brings at once is never too much."""
+        return self.nbytes > self.limit_nbytes and self._had_waited
 
-    def note_put(self, output: RequestOutput) -> None:
-        """An output waits."""
+    def note_put(self, output: RequestOutput, message: int) -> None:
+        """An output waits that has come in the engine's message of this number."""
+        if message != self._message:
+            self._message, self._had_waited = message, self.nbytes > 0
         self.nbytes += output_nbytes(output)
         self.was_full |= self.is_full
 

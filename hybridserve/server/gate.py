@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridserve.config import ServerSettings
 from hybridserve.errors import HybridServeError, OverloadedError, PayloadTooLargeError, RequestError
-from hybridserve.server.bodies import Bodies
+from hybridserve.server.bodies import BODY, Bodies
 from hybridserve.server.fault import ENDINGS, send_error, told
 from hybridserve.server.hosts import HostNames, name_of
 from hybridserve.server.keys import Keys
@@ -62,7 +62,11 @@ class Gate:
         self._names = HostNames(settings.host, settings.allowed_hosts) if checks_names else None
         self._allowed_origins = frozenset(settings.allowed_origins)
         self._max_body_nbytes = settings.max_body_nbytes
-        self._bodies = Bodies(max_nbytes=settings.max_bodies_nbytes)
+        self._bodies = Bodies(
+            max_nbytes=settings.max_bodies_nbytes,
+            client_share=settings.client_share,
+            max_body_nbytes=settings.max_body_nbytes,
+        )
         self._metrics = metrics
         self._refusals = _Repeats()
 
@@ -76,7 +80,7 @@ class Gate:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         request_id = _request_id(headers.get(b"x-request-id", ""))
         has_started = False
-        body = self._bodies.of(receive)
+        body = scope[BODY] = self._bodies.of(receive, scope)
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_started

@@ -1,7 +1,7 @@
 """How many values a JSON text holds and how deep they lie, found out without making any of them.
 
 Owns that count. A decoder makes all values in one call that holds the interpreter's lock, so that neither the event loop nor
-another thread runs meanwhile: what is too much must be known before. Called by `wire.py` for bodies that are large.
+another thread runs meanwhile: what is too much must be known before. Called by `wire.py` for every body.
 """
 
 from typing import NamedTuple

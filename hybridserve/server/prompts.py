@@ -127,7 +127,7 @@ async def chat_prompt(service: Service, request: ChatRequest | TokenizeRequest, 
         chat = PromptChat(plain, options, rendered)
         return Prompt(ids, rendered.text, hints=hints, chat=chat, has_special_tokens=add_special)
 
-    prompt = await service.workers.run(render, size=_num_chars(messages))
+    prompt = await service.workers.run(render, size=_num_chars(messages, variables))
     _not_empty(prompt.token_ids, "messages")
     return prompt
 
@@ -247,12 +247,19 @@ def check_num_ids(service: Service, num_ids: int, param: str) -> None:
         )
 
 
-def _num_chars(messages: Sequence[ChatMessage]) -> int:
-    """Characters of a chat's contents, about."""
-    contents = [message.content for message in messages]
-    texts = [len(content) for content in contents if isinstance(content, str)]
-    parts = [len(part.text or "") for content in contents if isinstance(content, list) for part in content]
-    return sum(texts) + sum(parts)
+def _num_chars(messages: Sequence[ChatMessage], variables: Mapping[str, Any]) -> int:
+    """Characters of all that a template may print of a chat, about."""
+    return sum(_num_chars_of(message) for message in messages) + len(msgspec.json.encode(variables))
+
+
+def _num_chars_of(message: ChatMessage) -> int:
+    texts = [message.refusal, message.name, message.reasoning_content, message.reasoning, message.tool_call_id]
+    if isinstance(message.content, list):
+        texts += [text for part in message.content for text in (part.text, part.refusal)]
+    elif isinstance(message.content, str):
+        texts.append(message.content)
+    calls = len(msgspec.json.encode(message.tool_calls)) if message.tool_calls else 0
+    return calls + sum(len(text) for text in texts if text)
 
 
 def checked_ids(service: Service, ids: Sequence[int], param: str) -> list[int]:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from hybridserve.engine.unread import Unread
 from hybridserve.errors import RequestError
+from hybridserve.server.bodies import BODY
 from hybridserve.server.call import Arrived, CallIds
 from hybridserve.server.chats import ChatEvents, chat_call, chat_reply
 from hybridserve.server.completions import CompletionEvents, completion_call, completion_reply
@@ -45,6 +46,7 @@ from hybridserve.server.wire import (
     ExplainRequest,
     R,
     TokenizeRequest,
+    check_depth,
     check_shape,
     read,
 )
@@ -92,7 +94,7 @@ class Routes:
 
     async def _completion(self, scope: Scope, receive: Receive, send: Send, held: Held) -> None:
         arrived, service = self._arrived(scope), self._service
-        request, unknown = await self._read(CompletionRequest, await self._body(receive))
+        request, unknown = await self._read(scope, CompletionRequest, await self._body(receive))
         service.check_model(request.model)
         headers = self._ignored.headers(unknown)
         with service.lifecycle.call(service.client):
@@ -114,7 +116,7 @@ class Routes:
 
     async def _chat(self, scope: Scope, receive: Receive, send: Send, held: Held) -> None:
         arrived, service = self._arrived(scope), self._service
-        request, unknown = await self._read(ChatRequest, await self._body(receive))
+        request, unknown = await self._read(scope, ChatRequest, await self._body(receive))
         service.check_model(request.model)
         headers = self._ignored.headers(unknown)
         with service.lifecycle.call(service.client):
@@ -132,7 +134,7 @@ class Routes:
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /tokenize`: ids of a prompt, or of a chat as it would be sent to the model."""
         service = self._service
-        request, unknown = await self._read(TokenizeRequest, await self._body(receive))
+        request, unknown = await self._read(scope, TokenizeRequest, await self._body(receive))
         service.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
@@ -155,7 +157,7 @@ class Routes:
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /detokenize`: the text of token ids, special tokens included."""
         service = self._service
-        request, unknown = await self._read(DetokenizeRequest, await self._body(receive))
+        request, unknown = await self._read(scope, DetokenizeRequest, await self._body(receive))
         service.check_model(request.model)
         check_num_ids(service, len(request.tokens), "tokens")
         ids = checked_ids(service, request.tokens, "tokens") if request.tokens else []
@@ -166,7 +168,7 @@ class Routes:
         """`GET` or `POST /v1/cache/explain`: what a prompt would hit now and why not more, without running it."""
         service = self._service
         data = await self._body(receive) if scope["method"] == "POST" else _query_as_json(scope)
-        request, unknown = await self._read(ExplainRequest, data)
+        request, unknown = await self._read(scope, ExplainRequest, data)
         service.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
@@ -219,9 +221,15 @@ class Routes:
     def _arrived(self, scope: Scope) -> Arrived:
         return Arrived(self._ids.next(), time.monotonic(), _wants_explanation(scope), scope[TENANT_SALT])
 
-    async def _read(self, kind: type[R], body: bytes) -> tuple[R, list[str]]:
-        """See `read`. What is large is counted first, and decoded in a thread."""
+    async def _read(self, scope: Scope, kind: type[R], body: bytes) -> tuple[R, list[str]]:
+        """See `read`. What is large is counted first, and decoded in a thread. After that the body's bytes count no longer."""
+        request, unknown = await self._decode(kind, body)
+        scope[BODY].release()
+        return request, unknown
+
+    async def _decode(self, kind: type[R], body: bytes) -> tuple[R, list[str]]:
         if len(body) <= LOOP_NBYTES:
+            check_depth(body)
             return read(kind, body)
         max_model_len = self._service.client.info.max_model_len
         max_chars = max_model_len * self._service.tokenizer.max_token_chars

@@ -12,12 +12,13 @@ from starlette.types import Receive, Scope, Send
 
 from hybridserve import request as bounds
 from hybridserve.engine.messages import ANSWER_LIMIT_S, EngineInfo, EngineStats
+from hybridserve.engine.shape import MAX_DEPTH
 from hybridserve.errors import HybridServeError
 from hybridserve.server.connections import KEEP_ALIVE_S, MAX_HEADER_NBYTES
 from hybridserve.server.fault import send_json
 from hybridserve.server.openapi import openapi
 from hybridserve.server.service import Service
-from hybridserve.server.wire import MAX_DEPTH, MAX_MESSAGES, MAX_PROMPTS, MAX_SEQUENCES, MAX_VALUES
+from hybridserve.server.wire import MAX_MESSAGES, MAX_PROMPTS, MAX_SEQUENCES, MAX_VALUES
 
 #: How long `/metrics` waits for the engine's numbers before it shows the last ones.
 STATS_LIMIT_S = 2.0

@@ -11,18 +11,18 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from hybridserve.engine.shape import MAX_DEPTH
 from hybridserve.errors import RequestError
-from hybridserve.server.json_shape import shape_of
+from hybridserve.server.json_shape import Shape, shape_of
 from hybridserve.server.unsupported import UNSUPPORTED, refuse_unsupported
 
 #: Prompts in one completion request, and sequences that one request may ask for (prompts times n).
 MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
-#: Bodies up to so many bytes are decoded on the event loop; what larger ones hold is counted before.
+#: Bodies up to so many bytes are decoded on the event loop; what larger ones in a thread.
 LOOP_NBYTES = 2**16
-#: Values beside token ids that a body may hold, and how deep: a decoder makes them all in one call that lets nothing else run.
+#: Values beside token ids that a body may hold: a decoder makes them all in one call that lets nothing else run.
 MAX_VALUES = 2**17
-MAX_DEPTH = 64
 #: Bytes that one character takes in JSON at most: two escapes.
 MAX_CHAR_NBYTES = 12
 #: Messages in one chat: a template may loop over them twice.
@@ -204,13 +204,22 @@ def check_shape(kind: type[R], body: bytes, *, max_model_len: int, max_chars: in
     shape = shape_of(body)
     if shape.num_values > limit:
         raise RequestError(f"the body holds {shape.num_values} values; at most {limit} here; send fewer or shorter lists")
-    if shape.depth > MAX_DEPTH:
-        raise RequestError(f"the body's values lie {shape.depth} deep; at most {MAX_DEPTH}; send flatter ones")
+    _check_depth(shape)
     if shape.longest > MAX_CHAR_NBYTES * max_chars + 1:
         raise RequestError(
             f"a text of the body has {shape.longest} bytes; this model takes {max_chars} characters at most; shorten it",
             code="context_length_exceeded",
         )
+
+
+def check_depth(body: bytes) -> None:
+    """Raise RequestError for a body whose values lie too deep. Of a large one `check_shape` checks it."""
+    _check_depth(shape_of(body))
+
+
+def _check_depth(shape: Shape) -> None:
+    if shape.depth > MAX_DEPTH:
+        raise RequestError(f"the body's values nest {shape.depth} levels deep, deeper than {MAX_DEPTH} levels; send flatter ones")
 
 
 #: How many prompts of token ids a route takes at their full length; more of them when they are shorter.
