@@ -1,5 +1,6 @@
 """Scheduler and coordinator together, on integers: every page and slot that a pass reads holds what it must."""
 
+import contextlib
 import random
 
 import numpy as np
@@ -372,6 +373,27 @@ def test_a_deadline_is_not_that_of_a_later_request_with_the_same_id():
     simulation.scheduler.add(one, now=4.0)
     assert simulation.scheduler.expire(5.5) == []
     assert [ended.reason for ended in simulation.scheduler.expire(9.5)] == ["timeout"]
+
+
+@pytest.mark.parametrize("seed", [80, 227, 347, 635, *range(8)])
+def test_I25_suspects_that_need_memory_take_it_from_those_that_pause_for_them(seed):
+    """Passes of several requests fail now and then, with little memory: something runs in every step all the same."""
+    rng = random.Random(seed)
+    layout = rng.choice(list(LAYOUTS))
+    simulation, _ = build(layout, superpages=rng.randint(6, 60), seats=8, budget=rng.choice([16, 32, 64]), max_len=256)
+    longest = simulation.scheduler.limits.max_model_len
+    simulation.fails = lambda names: len(names) > 1 and rng.random() < 0.15
+    waiting = [
+        request(str(i), [rng.randrange(VOCAB) for _ in range(rng.randint(1, max(1, longest - 30)))], rng.randint(1, 25))
+        for i in range(8)
+    ]
+    idle = 0
+    while waiting or simulation.scheduler.has_work:
+        if waiting and rng.random() < 0.2:
+            with contextlib.suppress(RequestError):
+                simulation.scheduler.add(waiting.pop())
+        idle = idle + 1 if simulation.step() is None and simulation.scheduler.has_work else 0
+        assert idle < 10, "nothing runs, and there is work"
 
 
 class Machine(RuleBasedStateMachine):

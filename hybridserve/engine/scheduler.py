@@ -281,11 +281,15 @@ class Scheduler:
 
     def _preempt_youngest(self, preempted: list[int]) -> None:
         candidates = self._order[~np.isin(self._order, preempted)]
+        if (on_trial := self._suspects.on_trial) is not None:
+            # Suspects that lose their place to those that pause for them would leave nothing that can run.
+            paused = [seat for seat in candidates.tolist() if self.seats.running[seat] not in on_trial]
+            candidates = np.array(paused, np.int64) if paused else candidates
         victim = int(candidates[np.argmax(self.seats.arrival[candidates])])
         running = self._preempt(victim)
         preempted.append(victim)
         self._is_blocked = True
-        if len(candidates) == 1:
+        if len(self._order) - len(preempted) == 0:
             self._retry_in_empty_memory(running)
 
     def _preempt(self, seat: int) -> Running:
