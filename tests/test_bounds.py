@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from hybridserve.config import ServerSettings
+from hybridserve.engine.chat import ChatTemplate
 from hybridserve.errors import OverloadedError, RequestError
-from hybridserve.server import json_shape, wire
+from hybridserve.server import json_shape, routes, wire
 from hybridserve.server.app import create_app
 from hybridserve.server.bodies import Bodies
 from hybridserve.server.json_shape import Shape, shape_of
@@ -24,6 +25,7 @@ from hybridserve.server.workers import MAX_LONG_WAITING, SHORT_SIZE, Workers
 from tests.fake_engine import FakeEngine, Script, make_info
 from tests.test_fuzz_routes import call
 from tests.test_server import TOKENIZER
+from tests.test_text import CHATML
 
 CONTEXT = 256
 HEADERS = [(b"host", b"localhost")]
@@ -245,6 +247,31 @@ def test_short_texts_do_not_wait_for_long_ones():
         workers.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        ("/v1/completions", {"prompt": "x", "logprobs": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True}),
+    ],
+)
+@pytest.mark.parametrize(("num_tokens", "builds"), [(2, 0), (3, 1)])
+def test_a_reply_of_many_logprobs_is_built_off_the_event_loop(path, given, num_tokens, builds, monkeypatch):
+    built, build = [], Workers.build
+
+    async def noting(workers, job):
+        built.append(job)
+        return await build(workers, job)
+
+    monkeypatch.setattr(Workers, "build", noting)
+    monkeypatch.setattr(routes, "LOOP_LOGPROBS", 2)
+    engine = FakeEngine(make_info(TOKENIZER.vocab_size, CONTEXT), lambda request: Script([1] * num_tokens))
+    template = ChatTemplate(CHATML, special_tokens=TOKENIZER.special_tokens, added_tokens=TOKENIZER.added_tokens)
+    app = create_app(engine, TOKENIZER, ServerSettings(), "fake", template=template, lifecycle=Lifecycle())
+    status, body = post(app, path, json.dumps({**given, "max_tokens": num_tokens}).encode())
+    assert (status, len(built)) == (200, builds)
+    assert body["choices"][0]["logprobs"]
 
 
 LONG_TEXT = "x " * SHORT_SIZE

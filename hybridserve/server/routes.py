@@ -3,6 +3,7 @@
 Owns the order of these steps. Must not know what a reply holds. Listed by `app.py`.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,7 +22,7 @@ from hybridserve.server.chats import ChatEvents, chat_call, chat_reply
 from hybridserve.server.completions import CompletionEvents, completion_call, completion_reply
 from hybridserve.server.fault import send_json
 from hybridserve.server.gate import TENANT_SALT, read_body
-from hybridserve.server.generation import Choice, collect_all
+from hybridserve.server.generation import Choice, Delta, collect_all
 from hybridserve.server.places import Held, client_of
 from hybridserve.server.prompts import (
     Prompt,
@@ -56,6 +57,8 @@ Endpoint: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 #: Asks for an explanation of the prefix hit in the reply.
 EXPLAIN_HEADER = b"x-hybridserve-explain"
 _SWITCH = {b"": False, b"0": False, b"false": False, b"1": True, b"true": True}
+#: Replies with log-probabilities of so many tokens are built on the event loop, larger ones in a thread.
+LOOP_LOGPROBS = 256
 #: Names of unknown fields that were logged; more are not remembered.
 _MAX_LOGGED_NAMES = 256
 
@@ -106,8 +109,8 @@ class Routes:
                 return
             async with until_disconnect(receive):
                 wholes = await collect_all(call.choices, service.client, held.count)
-                reply = completion_reply(service.tokenizer, request, call, wholes)
-                await send_json(msgspec.json.encode(reply), send, headers=headers)
+                build = functools.partial(completion_reply, service.tokenizer, request, call, wholes)
+                await send_json(await self._built(build, call.choices, wholes), send, headers=headers)
 
     async def chat_completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /v1/chat/completions`."""
@@ -128,8 +131,8 @@ class Routes:
                 return
             async with until_disconnect(receive):
                 wholes = await collect_all(call.choices, service.client, held.count)
-                reply = chat_reply(service.tokenizer, request, call, wholes)
-                await send_json(msgspec.json.encode(reply), send, headers=headers)
+                build = functools.partial(chat_reply, service.tokenizer, request, call, wholes)
+                await send_json(await self._built(build, call.choices, wholes), send, headers=headers)
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /tokenize`: ids of a prompt, or of a chat as it would be sent to the model."""
@@ -217,6 +220,13 @@ class Routes:
         finally:
             if unread.was_full:
                 self._service.lifecycle.ended["max_unread_nbytes"] += 1
+
+    async def _built(self, build: Callable[[], msgspec.Struct], choices: Sequence[Choice], wholes: Sequence[Delta]) -> bytes:
+        """A whole reply as JSON; one of many log-probabilities is built and encoded in a thread."""
+        count = sum(len(whole.logprobs) for whole in wholes) + sum(len(choice.prompt_logprobs or ()) for choice in choices)
+        if count <= LOOP_LOGPROBS:
+            return msgspec.json.encode(build())
+        return await self._service.workers.build(lambda: msgspec.json.encode(build()))
 
     def _arrived(self, scope: Scope) -> Arrived:
         return Arrived(self._ids.next(), time.monotonic(), _wants_explanation(scope), scope[TENANT_SALT])

@@ -1,7 +1,7 @@
 """Threads for work on text that a client controls, off the event loop and with a time limit.
 
-Owns a few threads for short texts and one for long ones, with a bound on what waits for each, so that a short text never waits
-behind a long one. Must not know what the work is. Called by `prompts.py` and the routes.
+Owns a few threads for short texts, one for long ones and one for large replies. What texts wait is bounded, and a short one never
+waits behind a long one. Must not know what the work is. Called by `prompts.py` and the routes.
 """
 
 import asyncio
@@ -27,6 +27,8 @@ class Workers:
     def __init__(self, *, num_threads: int = 2, max_waiting: int = 1024, limit_s: float = 30.0) -> None:
         self._short = _Lane(num_threads, max_waiting, "hybridserve-text")
         self._long = _Lane(1, min(max_waiting, MAX_LONG_WAITING), "hybridserve-long-text")
+        # Of replies no more wait than calls hold places: a finished call is neither refused nor behind texts.
+        self._replies = ThreadPoolExecutor(1, thread_name_prefix="hybridserve-reply")
         self._limit_s = limit_s
 
     async def run(self, job: Callable[[], T], *, size: int = 0) -> T:
@@ -46,9 +48,14 @@ class Workers:
                 ) from None
             raise RequestError(f"preparing the prompt took longer than {self._limit_s:g} s; shorten it") from None
 
+    async def build(self, job: Callable[[], T]) -> T:
+        """Result of `job`, which builds the large reply of a finished call."""
+        return await asyncio.wrap_future(self._replies.submit(job))
+
     def close(self) -> None:
         self._short.close()
         self._long.close()
+        self._replies.shutdown(wait=False, cancel_futures=True)
 
 
 class _Lane:
