@@ -237,6 +237,7 @@ def test_short_texts_do_not_wait_for_long_ones():
         long = [asyncio.create_task(workers.run(blocked.wait, size=SHORT_SIZE + 1)) for _ in range(MAX_LONG_WAITING)]
         await asyncio.sleep(0)
         assert await workers.run(lambda: 5, size=SHORT_SIZE) == 5
+        assert await workers.decode(lambda: 5) == 5
         with pytest.raises(OverloadedError) as caught:
             await workers.run(lambda: 5, size=SHORT_SIZE + 1)
         assert caught.value.status == 503

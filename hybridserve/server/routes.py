@@ -248,7 +248,7 @@ class Routes:
             check_shape(kind, body, max_model_len=max_model_len, max_chars=max_chars)
             return read(kind, body)
 
-        return await self._service.workers.run(read_large, size=len(body))
+        return await self._service.workers.decode(read_large)
 
     async def _body(self, receive: Receive) -> bytes:
         return await read_body(receive, self._service.settings.max_body_nbytes)

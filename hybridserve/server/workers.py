@@ -27,6 +27,8 @@ class Workers:
     def __init__(self, *, num_threads: int = 2, max_waiting: int = 1024, limit_s: float = 30.0) -> None:
         self._short = _Lane(num_threads, max_waiting, "hybridserve-text")
         self._long = _Lane(1, min(max_waiting, MAX_LONG_WAITING), "hybridserve-long-text")
+        # Decoding a body is cheap beside tokenising its text, so it never waits behind that.
+        self._bodies = _Lane(1, max_waiting, "hybridserve-body")
         # Of replies no more wait than calls hold places: a finished call is neither refused nor behind texts.
         self._replies = ThreadPoolExecutor(1, thread_name_prefix="hybridserve-reply")
         self._limit_s = limit_s
@@ -36,7 +38,13 @@ class Workers:
 
         Raises OverloadedError when too many wait or its turn does not come, RequestError when it takes longer than the limit.
         """
-        lane = self._short if size <= SHORT_SIZE else self._long
+        return await self._run(self._short if size <= SHORT_SIZE else self._long, job)
+
+    async def decode(self, job: Callable[[], T]) -> T:
+        """Result of `job`, which decodes a large body. Raises as `run` does."""
+        return await self._run(self._bodies, job)
+
+    async def _run(self, lane: "_Lane", job: Callable[[], T]) -> T:
         future, started = lane.submit(job)
         try:
             async with asyncio.timeout(self._limit_s):
@@ -55,6 +63,7 @@ class Workers:
     def close(self) -> None:
         self._short.close()
         self._long.close()
+        self._bodies.close()
         self._replies.shutdown(wait=False, cancel_futures=True)
 
 
