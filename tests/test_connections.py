@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from contextlib import contextmanager
 
 import httpx
@@ -114,6 +115,16 @@ def test_headers_are_bounded_in_bytes(headers):
         with contextlib.suppress(OSError):  # it may close before it has taken all
             one.sendall(b"GET /health HTTP/1.1\r\n" + headers)
         wait_until(lambda: running.ended["header_nbytes"] == 1)
+        one.close()
+
+
+def test_headers_that_come_in_parts_count_once():
+    lines = [b"x%d: " % number + b"a" * 4000 + b"\r\n" for number in range(10)]
+    with served() as running:
+        one = running.connect(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n" + b"".join(lines[:5]))
+        time.sleep(0.2)  # so that the server reads them apart
+        one.sendall(b"".join(lines[5:]) + b"\r\n")
+        assert one.recv(4096).startswith(b"HTTP/1.1 200")
         one.close()
 
 

@@ -59,9 +59,10 @@ class EngineLoop:
         while not self._is_stopped:
             outputs = self._receive(wait_ms=0 if self._core.has_work else None)
             if self._core.has_work and not self._is_stopped:
-                stepped = self._core.step()
-                outputs += stepped
-                if not stepped and self._core.num_unfinished and not outputs:
+                num_steps = self._core.num_steps
+                outputs += self._core.step()
+                # A pass may end without output: only where there was none, and nothing else to do, is there time to wait.
+                if self._core.num_steps == num_steps and self._core.num_unfinished and not outputs:
                     outputs += self._receive(wait_ms=_IDLE_POLL_MS)
             now = time.monotonic()
             if outputs or (self._core.has_work and now - self._last_report >= _REPORT_STEPS_S):

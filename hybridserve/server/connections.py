@@ -114,7 +114,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._all = connections
         self._phase = "headers"  # then "body", "answer" and "idle"
         self._since = time.monotonic()  # when the phase began
-        self._num_header_nbytes = 0
+        self._num_header_nbytes = 0  # of the headers that the parser has told
+        self._num_head_nbytes = 0  # of all that came before the last of them, told or not yet
         self._refusal = (400, "the request is not HTTP/1.1")
         self._unread: tuple[int, float] | None = None  # bytes that the client has not taken, and since when so many
 
@@ -136,8 +137,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._enter("headers")
         super().data_received(data)
         if self._phase == "headers" and not self.transport.is_closing():
-            self._num_header_nbytes += len(data)
-            if self._num_header_nbytes > MAX_HEADER_NBYTES:
+            self._num_head_nbytes += len(data)
+            if self._num_head_nbytes > MAX_HEADER_NBYTES:
                 self._end("header_nbytes", 431, _too_many_headers())
 
     def send_400_response(self, msg: str) -> None:
@@ -171,7 +172,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def _enter(self, phase: str) -> None:
-        self._phase, self._since, self._num_header_nbytes = phase, time.monotonic(), 0
+        self._phase, self._since = phase, time.monotonic()
+        self._num_header_nbytes = self._num_head_nbytes = 0
 
     def check(self, now: float) -> None:
         """End this connection if the client has taken longer than it may."""
