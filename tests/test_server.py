@@ -604,6 +604,24 @@ def test_a_model_answers_to_all_of_its_names_and_tells_no_path() -> None:
 # Keys, origins, ids.
 
 
+@pytest.mark.parametrize(("method", "path", "status"), [("PATCH", "/v1/models", 405), ("GET", "/nowhere", 404)])
+def test_a_query_that_is_no_text_is_no_matter_of_routes(method: str, path: str, status: int) -> None:
+    """Servers may hand on what clients send: the application itself must bear it."""
+    engine = FakeEngine(make_info(TOKENIZER.vocab_size), lambda request: Script([1]))
+    app, sent = create_app(engine, TOKENIZER, ServerSettings(), "fake"), []
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"a=\xfc\xff"}
+    scope |= {"headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "scheme": "http"}
+    asyncio.run(app({**scope, "http_version": "1.1", "root_path": ""}, receive, send))
+    assert sent[0]["status"] == status
+
+
 def test_R6_every_route_but_the_probes_needs_the_key() -> None:
     with serving(api_key=("secret", "other")) as running:
         for path in ("/health", "/ready", "/version"):

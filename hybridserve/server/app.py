@@ -136,7 +136,7 @@ class _Raw:
 async def _routing_error(request: Request, error: Exception) -> Response:
     """Errors of the router itself, in the shape of all others."""
     assert isinstance(error, HTTPException), "registered for it alone"
-    path = request.url.path[:128]
+    path = request.scope["path"][:128]  # `request.url` would decode the query, which may be no text
     fault: HybridServeError
     if error.status_code == 405:
         fault = MethodError(f"{path} does not take {request.method}; see /openapi.json")
