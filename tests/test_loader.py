@@ -367,7 +367,7 @@ def test_what_is_not_run_is_noted(folder: Path) -> None:
 # --- where models come from ---
 
 
-@pytest.mark.parametrize("source", ["./nowhere", "nowhere", "a/b/c", "/nowhere/at/all", "../x"])
+@pytest.mark.parametrize("source", ["./nowhere", "nowhere", "a/b/c", "/nowhere/at/all", "../no-model-is-here"])
 def test_a_source_that_is_nothing_is_refused(source: str) -> None:
     with pytest.raises(UsageError, match="repo id"):
         resolve(source)
