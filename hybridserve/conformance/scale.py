@@ -59,8 +59,7 @@ def check_long_text(mixer: Mixer, tolerance: Tolerance = FP32) -> None:
     x = rows_of(mixer, _LONG)
     expected, state = run_whole(mixer, x)
     for factor, lengths in ((1, [97, 1, 130, 72]), (4, [64, 64, 64, 108]), (1, [_LONG])):
-        bench = Bench(mixer)
-        bench = Bench(mixer, block_size=factor * bench.block_size)
+        bench = Bench(mixer, block_size=factor * Bench(mixer).block_size)
         what = f"{_LONG} rows in chunks {lengths}, blocks of {bench.block_size}"
         done, parts = 0, list[Tensor]()
         kept: dict[int, int] = {}

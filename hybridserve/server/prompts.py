@@ -16,7 +16,7 @@ from msgspec import UNSET
 from hybridserve.engine.chat import Message, RenderedChat
 from hybridserve.engine.placing import place
 from hybridserve.errors import RequestError
-from hybridserve.request import MAX_CACHE_MARKS, MAX_CACHE_SALT_CHARS, CacheHints, Explanation
+from hybridserve.request import MAX_CACHE_MARKS, MAX_CACHE_SALT_CHARS, TENANT_MARK, CacheHints, Explanation
 from hybridserve.server.fault import ENDINGS, told
 from hybridserve.server.service import Service
 from hybridserve.server.wire import (
@@ -33,7 +33,7 @@ from hybridserve.server.wire import (
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
 #: So many token ids are checked on the event loop; more in a thread.
 LOOP_IDS = 2**14
-_BAD_SALT = re.compile(r"[\x00-\x1f\x7f-\x9f@/\\]")
+_BAD_SALT = re.compile(rf"[\x00-\x1f\x7f-\x9f{re.escape(TENANT_MARK)}/\\]")
 
 
 @dataclass(frozen=True)
